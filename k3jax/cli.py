@@ -1,0 +1,230 @@
+"""The command line: `python -m k3jax train | generate | convert | inspect`.
+
+A mistake in what the user gave (a setting, a file, a checkpoint) ends with one line on stderr and exit code
+2; `K3JAX_TRACEBACK=1` shows where it was raised. JAX is imported when a command runs, not for `--help`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import difflib
+import io
+import os
+import re
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Annotated, Literal
+
+import tyro
+from tyro.conf import Positional, subcommand
+
+
+@dataclass(frozen=True)
+class Train:
+    """Train a model.
+
+    Settings of the file are changed as key=value: python -m k3jax train --config configs/quickstart.py
+    train.steps=50 mesh.expert=4 --out runs/short
+    """
+
+    config: str
+    """Python file that defines `config`, a k3jax.run_config.RunConfig."""
+
+    def run(self, overrides: Sequence[str]) -> None:
+        from k3jax import run_config, runtime
+
+        config = run_config.apply_overrides(run_config.load_config(self.config), overrides)
+        config.validate()
+        runtime.setup(config.cpu_devices)
+        from k3jax.train import loop
+
+        loop.train(config)
+
+
+@dataclass(frozen=True)
+class Generate:
+    """Continue a prompt with a trained or released model."""
+
+    checkpoint: Positional[str]
+    """Checkpoint of a run, or folder of the released layout."""
+    prompt: str
+    """Text to continue."""
+    max_tokens: int = 200
+    """Most tokens to write."""
+    temperature: float = 0.8
+    """0 always takes the likeliest token."""
+    top_k: int = 0
+    """Draw from the k likeliest tokens; 0 from all."""
+    top_p: float = 1.0
+    """Draw from the likeliest tokens that hold this much probability."""
+    seed: int = 0
+    """Seed of the draws."""
+    experts: Literal["packed", "dequantized"] = "packed"
+    """How the routed experts are held in memory: 4-bit, or as ordinary numbers."""
+    mxfp8_inputs: bool = True
+    """Round expert inputs to MXFP8, as quantisation-aware training does."""
+
+    def run(self) -> None:
+        for key, value, fits, right in (
+            ("max-tokens", self.max_tokens, self.max_tokens >= 1, "at least 1"),
+            ("temperature", self.temperature, self.temperature >= 0, "0 or more"),
+            ("top-k", self.top_k, self.top_k >= 0, "0 or more"),
+            ("top-p", self.top_p, 0 < self.top_p <= 1, "above 0 and at most 1"),
+        ):
+            if not fits:
+                raise ValueError(f"--{key} {value}: must be {right}")
+        from k3jax import runtime
+
+        runtime.setup()
+        from k3jax.serve import generate
+
+        pieces = generate.generate_text(
+            self.checkpoint,
+            self.prompt,
+            max_tokens=self.max_tokens,
+            temperature=self.temperature,
+            top_k=self.top_k,
+            top_p=self.top_p,
+            seed=self.seed,
+            experts=self.experts,
+            mxfp8_inputs=self.mxfp8_inputs,
+        )
+        for piece in pieces:
+            print(piece, end="", flush=True)
+        print()
+
+
+@dataclass(frozen=True)
+class Export:
+    """Write a run's checkpoint in the released layout, experts packed."""
+
+    source: Positional[str]
+    """Checkpoint of a run: its step folder, or a run folder for its newest one."""
+    destination: Positional[str]
+    """Folder to write."""
+
+    def run(self) -> None:
+        from k3jax import runtime
+
+        runtime.setup()
+        from k3jax.train import export
+
+        export.export_checkpoint(self.source, self.destination)
+
+
+@dataclass(frozen=True)
+class Import:
+    """Write a checkpoint of the released layout as one a run can start from."""
+
+    source: Positional[str]
+    """Folder of the released layout."""
+    destination: Positional[str]
+    """Folder to write."""
+
+    def run(self) -> None:
+        from k3jax import runtime
+
+        runtime.setup()
+        from k3jax.train import export
+
+        export.import_checkpoint(self.source, self.destination)
+
+
+@dataclass(frozen=True)
+class Convert:
+    """Change a checkpoint's layout."""
+
+    direction: Annotated[Export, subcommand("export")] | Annotated[Import, subcommand("import")]
+
+    def run(self) -> None:
+        self.direction.run()
+
+
+@dataclass(frozen=True)
+class Inspect:
+    """Say what a configuration or checkpoint holds."""
+
+    path: Positional[str]
+    """A released config.json, or a checkpoint folder."""
+
+    def run(self) -> None:
+        from k3jax.hf import inspect
+
+        print(inspect.report(self.path))
+
+
+Command = (
+    Annotated[Train, subcommand("train")]
+    | Annotated[Generate, subcommand("generate")]
+    | Annotated[Convert, subcommand("convert")]
+    | Annotated[Inspect, subcommand("inspect")]
+)
+_NAMES = ("train", "generate", "convert", "inspect")
+_PROG = "python -m k3jax"
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs one command and returns its exit code: 0, 2 for a mistake of the user, 130 when interrupted.
+
+    Example:
+        >>> main(["train", "--config", "configs/quickstart.py", "train.steps=50"])
+        0
+    """
+    try:
+        command, rest = _parse(list(sys.argv[1:] if argv is None else argv))
+        if command is not None:
+            command.run(*rest)
+        sys.stdout.flush()
+        return 0
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return 130
+    except BrokenPipeError:
+        # The reader of our output left, as in `| head`; nothing more may be written to it.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 141
+    except (ValueError, OSError) as error:
+        if os.environ.get("K3JAX_TRACEBACK") == "1":
+            raise
+        print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
+        return 2
+
+
+def _parse(argv: list[str]):
+    """The command and the arguments of its `run`; a help text prints itself and gives no command."""
+    if argv and not argv[0].startswith("-") and argv[0] not in _NAMES:
+        close = difflib.get_close_matches(argv[0], _NAMES, n=1)
+        hint = f"did you mean {close[0]}?" if close else f"must be one of {', '.join(_NAMES)}"
+        raise ValueError(f"{argv[0]}: no such command; {hint}")
+    complaint = io.StringIO()
+    try:
+        with contextlib.redirect_stderr(complaint):
+            command, unknown = tyro.cli(
+                Command,
+                prog=_PROG,
+                description="Train, run, convert and inspect models of the Kimi K3 family.",
+                args=argv or ["--help"],
+                return_unknown_args=True,
+                config=(tyro.conf.OmitSubcommandPrefixes, tyro.conf.PositionalMetavarFromFieldName),
+            )
+    except SystemExit as stop:
+        if stop.code:
+            raise ValueError(_condense(complaint.getvalue())) from None
+        if argv[:1] == ["train"]:
+            from k3jax.run_config import print_settings
+
+            print_settings()
+        return None, ()
+    if isinstance(command, Train):
+        return command, (unknown,)
+    if unknown:
+        raise ValueError(f"{' '.join(unknown)}: unknown argument; `{_PROG} {argv[0]} --help` lists them")
+    return command, ()
+
+
+def _condense(box: str) -> str:
+    """What tyro says in a box of several lines, as one line without title and pointers to the help."""
+    _, _, body = box.partition("\n")
+    text = " ".join(re.sub(r"\x1b\[[\d;]*m|[\u2500-\u257f]|-{3,}", " ", body).split())
+    return re.split(r" (?:Argument helptext|For full helptext)", text)[0]

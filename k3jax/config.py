@@ -1,0 +1,541 @@
+"""Model configuration of the Kimi K3 family: the one description everything else derives from.
+
+Field names are those of the released `config.json`. Nothing here imports JAX.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+MX_BLOCK = 32  # values that share one microscaling exponent
+
+
+class LayerKind(NamedTuple):
+    """What one layer is made of: its token mixer and its feed-forward part."""
+
+    mixer: Literal["kda", "mla"]
+    ffn: Literal["dense", "moe"]
+
+
+class Segment(NamedTuple):
+    """A unit of consecutive layers that repeats; a repeated unit runs as one scanned body."""
+
+    unit: tuple[LayerKind, ...]
+    repeats: int
+
+
+@dataclass(frozen=True)
+class VisionConfig:
+    """MoonViT-V2 and its projector, in the names of the released `vision_config`."""
+
+    patch_size: int
+    init_pos_emb_height: int
+    init_pos_emb_width: int
+    init_pos_emb_time: int
+    vt_num_attention_heads: int
+    vt_num_hidden_layers: int
+    vt_hidden_size: int
+    vt_intermediate_size: int
+    qkv_hidden_size: int
+    mm_hidden_size: int
+    text_hidden_size: int
+    merge_kernel_size: tuple[int, int] = (2, 2)
+    projector_ln_eps: float = 1e-5
+    media_placeholder_token_id: int = 0
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """A model of the family: Kimi K3 (`model_type="kimi_k3"`) or Kimi-Linear (`"kimi_linear"`).
+
+    Sizes are counts of elements. `kda_layers` and `full_attn_layers` are 1-based, as released; everything
+    else that counts layers is 0-based. `None` turns a part off: `q_lora_rank` (full-rank MLA queries),
+    `routed_expert_hidden_size` (experts act on the model width), `attn_res_block_size` (plain residuals),
+    `gate_lower_bound` (unbounded softplus decay), `vision` (text only).
+
+    Raises `ValueError` naming the key, the value found and what would be right.
+
+    Example:
+        >>> cfg = ModelConfig.from_hf("checkpoint/config.json")
+        >>> cfg.segments[1].repeats
+        22
+    """
+
+    model_type: Literal["kimi_k3", "kimi_linear"]
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_hidden_layers: int
+    num_attention_heads: int
+    # latent attention
+    kv_lora_rank: int
+    qk_nope_head_dim: int
+    qk_rope_head_dim: int
+    v_head_dim: int
+    # Kimi Delta Attention
+    kda_layers: tuple[int, ...]
+    full_attn_layers: tuple[int, ...]
+    kda_head_dim: int
+    kda_num_heads: int
+    # mixture of experts
+    num_experts: int
+    num_experts_per_token: int
+    num_shared_experts: int
+    moe_intermediate_size: int
+    q_lora_rank: int | None = None
+    mla_use_output_gate: bool = False
+    short_conv_kernel_size: int = 4
+    gate_lower_bound: float | None = None
+    use_full_rank_gate: bool = False
+    routed_expert_hidden_size: int | None = None
+    latent_moe_use_norm: bool = False
+    moe_renormalize: bool = True
+    routed_scaling_factor: float = 1.0
+    num_expert_group: int = 1
+    topk_group: int = 1
+    first_k_dense_replace: int = 1
+    moe_layer_freq: int = 1
+    hidden_act: Literal["situ", "silu"] = "silu"
+    activation_situ_beta: float = 4.0
+    activation_situ_linear_beta: float = 25.0
+    attn_res_block_size: int | None = None
+    rms_norm_eps: float = 1e-5
+    initializer_range: float = 0.02
+    max_position_embeddings: int = 1048576
+    quantized_experts: bool = False  # checkpoints hold the routed experts as packed MXFP4
+    bos_token_id: int | None = None
+    eos_token_id: int | None = None
+    pad_token_id: int | None = None
+    vision: VisionConfig | None = None
+
+    def __post_init__(self):
+        for key in _POSITIVE:
+            if getattr(self, key) <= 0:
+                raise ValueError(f"{key}: found {getattr(self, key)}, must be positive")
+        if self.model_type not in ("kimi_k3", "kimi_linear"):
+            raise ValueError(f"model_type: found {self.model_type!r}, must be 'kimi_k3' or 'kimi_linear'")
+        if self.hidden_act not in ("situ", "silu"):
+            raise ValueError(f"hidden_act: found {self.hidden_act!r}, must be 'situ' or 'silu'")
+        listed = Counter(self.kda_layers) + Counter(self.full_attn_layers)
+        if listed != Counter(range(1, self.num_hidden_layers + 1)):
+            wrong = sorted(set(listed) ^ set(range(1, self.num_hidden_layers + 1))) or [
+                i for i, n in listed.items() if n > 1
+            ]
+            raise ValueError(
+                f"kda_layers and full_attn_layers: layers {wrong} are missing, extra or listed twice; together "
+                f"they must name each of 1..num_hidden_layers={self.num_hidden_layers} once"
+            )
+        if self.num_experts_per_token >= self.num_experts:
+            raise ValueError(
+                f"num_experts_per_token: found {self.num_experts_per_token}, "
+                f"must be below num_experts={self.num_experts}"
+            )
+        if self.num_experts % self.num_expert_group:
+            raise ValueError(
+                f"num_expert_group: found {self.num_expert_group}, must divide num_experts={self.num_experts}"
+            )
+        if not 1 <= self.topk_group <= self.num_expert_group:
+            raise ValueError(
+                f"topk_group: found {self.topk_group}, must be between 1 and num_expert_group={self.num_expert_group}"
+            )
+        if self.topk_group * (self.num_experts // self.num_expert_group) <= self.num_experts_per_token:
+            raise ValueError(
+                f"topk_group: found {self.topk_group}, whose groups hold no more than "
+                f"num_experts_per_token={self.num_experts_per_token} experts"
+            )
+        if self.gate_lower_bound is not None and self.gate_lower_bound >= 0:
+            raise ValueError(f"gate_lower_bound: found {self.gate_lower_bound}, must be negative")
+        if self.attn_res_block_size is not None and self.attn_res_block_size < 1:
+            raise ValueError(f"attn_res_block_size: found {self.attn_res_block_size}, must be positive")
+        if self.quantized_experts:
+            for key, size in (("moe_intermediate_size", self.moe_intermediate_size), ("latent size", self.latent_size)):
+                if size % MX_BLOCK:
+                    raise ValueError(f"{key}: found {size}, MXFP4 experts need a multiple of {MX_BLOCK}")
+
+    # ---- derived -------------------------------------------------------------------------------------------------
+
+    @property
+    def latent_size(self) -> int:
+        """Width the routed experts act on."""
+        return self.routed_expert_hidden_size or self.hidden_size
+
+    @property
+    def shared_intermediate_size(self) -> int:
+        """Width of the shared experts, which are one feed-forward network."""
+        return self.moe_intermediate_size * self.num_shared_experts
+
+    @property
+    def num_attn_res_blocks(self) -> int:
+        """Block vectors stored by the end of the stack (the running sum not counted)."""
+        return -(-self.num_hidden_layers // self.attn_res_block_size) if self.attn_res_block_size else 0
+
+    @property
+    def layers(self) -> tuple[LayerKind, ...]:
+        """Kind of each layer, in order."""
+        mla = set(self.full_attn_layers)
+        return tuple(
+            LayerKind(
+                "mla" if i + 1 in mla else "kda",
+                "moe" if i >= self.first_k_dense_replace and i % self.moe_layer_freq == 0 else "dense",
+            )
+            for i in range(self.num_hidden_layers)
+        )
+
+    @property
+    def segments(self) -> tuple[Segment, ...]:
+        """The stack as units and repeats: the period that repeats longest, cut at its multiples from layer 0.
+
+        Kimi K3 gives its first four layers, the unit (KDA, KDA, KDA, MLA) 22 times, and the last MLA layer.
+        """
+        layers, n = self.layers, self.num_hidden_layers
+        best = (0, 1, 0, 0)  # layers in repeats, -period, start, repeats
+        for period in range(1, n // 2 + 1):
+            for start in range(0, n - 2 * period + 1, period):
+                repeats = 1
+                unit = layers[start : start + period]
+                while layers[start + repeats * period : start + (repeats + 1) * period] == unit:
+                    repeats += 1
+                if repeats > 1:
+                    best = max(best, (repeats * period, -period, start, repeats))
+        covered, _, start, repeats = best
+        pieces = [
+            Segment(layers[:start], 1),
+            Segment(layers[start : start + covered // max(repeats, 1)], repeats),
+            Segment(layers[start + covered :], 1),
+        ]
+        return tuple(s for s in pieces if s.unit and s.repeats)
+
+    def layer_address(self, i: int) -> tuple[int, int, int]:
+        """(segment, repeat, place in unit) of 0-based layer i: where its parameters are stacked."""
+        first = 0
+        for s, (unit, repeats) in enumerate(self.segments):
+            if i < first + repeats * len(unit):
+                return s, (i - first) // len(unit), (i - first) % len(unit)
+            first += repeats * len(unit)
+        raise ValueError(f"layer {i}: the model has num_hidden_layers={self.num_hidden_layers}")
+
+    def mixer_parameters(self, mixer: str) -> int:
+        """Parameters of one KDA or MLA layer's token mixer."""
+        D, H = self.hidden_size, self.num_attention_heads
+        if mixer == "mla":
+            K, R, V, L = self.qk_nope_head_dim, self.qk_rope_head_dim, self.v_head_dim, self.kv_lora_rank
+            q = D * H * (K + R)
+            if self.q_lora_rank:
+                q = D * self.q_lora_rank + self.q_lora_rank + self.q_lora_rank * H * (K + R)
+            gate = D * H * V if self.mla_use_output_gate else 0
+            return q + D * (L + R) + L + L * H * (K + V) + gate + H * V * D
+        H, K = self.kda_num_heads, self.kda_head_dim
+        gate = D * H * K if self.use_full_rank_gate else D * K + K * H * K
+        convolutions = 3 * H * K * self.short_conv_kernel_size
+        return 4 * D * H * K + convolutions + D * H + D * K + K * H * K + H + H * K + gate + K
+
+    @property
+    def expert_parameters(self) -> int:
+        """Parameters of one routed expert."""
+        return 3 * self.latent_size * self.moe_intermediate_size
+
+    def _ffn_parameters(self, ffn: str, experts: int) -> int:
+        D = self.hidden_size
+        if ffn == "dense":
+            return 3 * D * self.intermediate_size
+        latent = 2 * D * self.latent_size if self.routed_expert_hidden_size else 0
+        norm = self.latent_size if self.latent_moe_use_norm else 0
+        router = D * self.num_experts + self.num_experts
+        return router + latent + norm + 3 * D * self.shared_intermediate_size + experts * self.expert_parameters
+
+    def layer_parameters(self, kind: LayerKind, experts: int | None = None) -> int:
+        """Parameters of one layer with `experts` routed experts (all of them by default)."""
+        attn_res = 4 * self.hidden_size if self.attn_res_block_size else 0
+        ffn = self._ffn_parameters(kind.ffn, self.num_experts if experts is None else experts)
+        return self.mixer_parameters(kind.mixer) + ffn + 2 * self.hidden_size + attn_res
+
+    @property
+    def num_parameters(self) -> int:
+        """Text parameters, both embeddings included."""
+        ends = (2 * self.vocab_size + 1 + (2 if self.attn_res_block_size else 0)) * self.hidden_size
+        return ends + sum(self.layer_parameters(kind) for kind in self.layers)
+
+    @property
+    def num_active_parameters(self) -> int:
+        """Text parameters one token uses, the input embedding not counted.
+
+        As published: Kimi-Linear's figure counts the final norm, Kimi K3's no vector behind the last layer.
+        """
+        ends = (self.vocab_size + (0 if self.attn_res_block_size else 1)) * self.hidden_size
+        return ends + sum(self.layer_parameters(kind, self.num_experts_per_token) for kind in self.layers)
+
+    # ---- released format -----------------------------------------------------------------------------------------
+
+    @classmethod
+    def from_hf(cls, source: str | Path | Mapping[str, Any]) -> ModelConfig:
+        """Reads a released `config.json`: a path to it, to its folder, or its content.
+
+        Raises `ValueError` for a missing key, an unknown key, and a setting this model does not implement.
+        """
+        if isinstance(source, Mapping):
+            raw = source
+        else:
+            path = Path(source)
+            path = path / "config.json" if path.is_dir() else path
+            try:
+                raw = json.loads(path.read_text())
+            except FileNotFoundError:
+                raise ValueError(f"{path}: no such file; a released config.json was expected") from None
+            except json.JSONDecodeError as error:
+                raise ValueError(f"{path}: not valid JSON ({error})") from None
+        model_type = raw.get("model_type")
+        if model_type not in ("kimi_k3", "kimi_linear"):
+            raise ValueError(f"model_type: found {model_type!r}, must be 'kimi_k3' or 'kimi_linear'")
+        if model_type == "kimi_k3" and "text_config" not in raw:
+            raise ValueError("text_config: missing; a kimi_k3 config holds its text model there")
+        outer = dict(raw) if model_type == "kimi_k3" else {}
+        text = dict(outer.pop("text_config", raw))
+        vision = outer.pop("vision_config", None)
+        _check_known(outer, _OUTER_KEYS, "")
+        linear = text.pop("linear_attn_config", None)
+        if not isinstance(linear, Mapping):
+            raise ValueError("linear_attn_config: missing; it names the KDA layers and their sizes")
+        quantization = text.pop("quantization_config", None) or outer.get("quantization_config")
+
+        values: dict[str, Any] = {}
+        for field in dataclasses.fields(cls):
+            if field.name in _ELSEWHERE:
+                continue
+            if field.name in text:
+                values[field.name] = text.pop(field.name)
+            elif field.default is dataclasses.MISSING:
+                raise ValueError(f"{field.name}: missing from the config")
+        linear_names = {"head_dim": "kda_head_dim", "num_heads": "kda_num_heads"}
+        for key in _LINEAR_KEYS:
+            if key in linear:
+                value = linear[key]
+                values[linear_names.get(key, key)] = tuple(value) if isinstance(value, list) else value
+            elif key not in _LINEAR_OPTIONAL:
+                raise ValueError(f"linear_attn_config.{key}: missing from the config")
+        _check_known(linear, _LINEAR_KEYS, "linear_attn_config.")
+        for key, only in _FIXED.items():
+            found = text.pop(key, only)
+            if found != only:
+                raise ValueError(f"{key}: found {found!r}, only {only!r} is implemented")
+        heads = text.pop("num_key_value_heads", values["num_attention_heads"])
+        if heads != values["num_attention_heads"]:
+            raise ValueError(
+                f"num_key_value_heads: found {heads}, must equal num_attention_heads={values['num_attention_heads']}"
+            )
+        _check_known(text, _IGNORED, "text_config." if model_type == "kimi_k3" else "")
+        values |= {key: outer[key] for key in ("bos_token_id", "eos_token_id", "pad_token_id") if key in outer}
+        if quantization and quantization.get("format") != "mxfp4-pack-quantized":
+            raise ValueError(
+                f"quantization_config.format: found {quantization.get('format')!r}, "
+                "only 'mxfp4-pack-quantized' is implemented"
+            )
+        values |= {"model_type": model_type, "quantized_experts": bool(quantization)}
+        if vision is not None:
+            values["vision"] = _vision_from_hf(vision, outer.get("media_placeholder_token_id", 0))
+        return cls(**values)
+
+    def to_hf(self) -> dict[str, Any]:
+        """The released `config.json` this configuration stands for; `from_hf` inverts it."""
+        text: dict[str, Any] = {
+            field.name: getattr(self, field.name)
+            for field in dataclasses.fields(self)
+            if field.name not in _ELSEWHERE
+        }
+        linear = {
+            "full_attn_layers": list(self.full_attn_layers),
+            "kda_layers": list(self.kda_layers),
+            "head_dim": self.kda_head_dim,
+            "num_heads": self.kda_num_heads,
+            "short_conv_kernel_size": self.short_conv_kernel_size,
+            "use_full_rank_gate": self.use_full_rank_gate,
+        }
+        if self.gate_lower_bound is not None:
+            linear["gate_lower_bound"] = self.gate_lower_bound
+        text |= {"architectures": ["KimiLinearForCausalLM"], "model_type": "kimi_linear", **_FIXED}
+        text |= {"num_key_value_heads": self.num_attention_heads, "linear_attn_config": linear}
+        if self.quantized_experts:
+            text["quantization_config"] = _QUANTIZATION
+        if self.model_type == "kimi_linear":
+            return text
+        outer: dict[str, Any] = {
+            "architectures": ["KimiK3ForConditionalGeneration"],
+            "model_type": "kimi_k3",
+            "dtype": "bfloat16",
+            "tie_word_embeddings": False,
+            "bos_token_id": self.bos_token_id,
+            "eos_token_id": self.eos_token_id,
+            "pad_token_id": self.pad_token_id,
+            "text_config": text,
+        }
+        if self.vision is not None:
+            vision = dataclasses.asdict(self.vision)
+            outer["media_placeholder_token_id"] = vision.pop("media_placeholder_token_id")
+            outer["vision_config"] = vision | {"merge_kernel_size": list(self.vision.merge_kernel_size)} | _VISION_FIXED
+        return outer
+
+
+_POSITIVE = (
+    "vocab_size",
+    "hidden_size",
+    "intermediate_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "kv_lora_rank",
+    "qk_nope_head_dim",
+    "qk_rope_head_dim",
+    "v_head_dim",
+    "kda_head_dim",
+    "kda_num_heads",
+    "num_experts",
+    "num_experts_per_token",
+    "num_shared_experts",
+    "moe_intermediate_size",
+    "num_expert_group",
+    "moe_layer_freq",
+    "short_conv_kernel_size",
+    "rms_norm_eps",
+)
+
+# Settings of linear_attn_config, and those of them a config may leave out.
+_LINEAR_KEYS = (
+    "kda_layers",
+    "full_attn_layers",
+    "head_dim",
+    "num_heads",
+    "short_conv_kernel_size",
+    "gate_lower_bound",
+    "use_full_rank_gate",
+)
+_LINEAR_OPTIONAL = ("gate_lower_bound", "use_full_rank_gate", "short_conv_kernel_size")
+
+# Fields that the released format keeps outside the text config's top level.
+_ELSEWHERE = {
+    "model_type",
+    "kda_layers",
+    "full_attn_layers",
+    "kda_head_dim",
+    "kda_num_heads",
+    "short_conv_kernel_size",
+    "gate_lower_bound",
+    "use_full_rank_gate",
+    "quantized_experts",
+    "vision",
+}
+
+# Settings with one meaning in every released model; any other value is refused.
+_FIXED = {
+    "mla_use_nope": True,
+    "moe_router_activation_func": "sigmoid",
+    "use_grouped_topk": True,
+    "topk_method": "noaux_tc",
+    "num_nextn_predict_layers": 0,
+    "tie_word_embeddings": False,
+}
+
+# Keys that say nothing about the model: generation defaults and the bookkeeping of the library that wrote the file.
+_IGNORED = set(
+    "_name_or_path add_cross_attention architectures auto_map bad_words_ids begin_suppress_tokens "
+    "chunk_size_feed_forward cross_attention_hidden_size decoder_start_token_id diversity_penalty do_sample dtype "
+    "torch_dtype early_stopping encoder_no_repeat_ngram_size exponential_decay_length_penalty finetuning_task "
+    "forced_bos_token_id forced_eos_token_id head_dim id2label is_decoder is_encoder_decoder label2id length_penalty "
+    "max_length min_length model_max_length model_type no_repeat_ngram_size num_beam_groups num_beams "
+    "num_return_sequences output_attentions output_hidden_states output_scores prefix problem_type pruned_heads "
+    "remove_invalid_values repetition_penalty return_dict return_dict_in_generate rope_scaling rope_theta "
+    "sep_token_id suppress_tokens task_specific_params temperature tf_legacy_loss tie_encoder_decoder tokenizer_class "
+    "top_k top_p torchscript transformers_version typical_p use_bfloat16 use_cache".split()
+)
+_OUTER_KEYS = {
+    "model_type",
+    "architectures",
+    "auto_map",
+    "bos_token_id",
+    "eos_token_id",
+    "pad_token_id",
+    "ignore_index",
+    "image_placeholder",
+    "media_placeholder_token_id",
+    "dtype",
+    "torch_dtype",
+    "tie_word_embeddings",
+    "transformers_version",
+    "quantization_config",
+}
+
+_VISION_FIXED = {
+    "pos_emb_type": "divided_fixed",
+    "merge_type": "sd2_tpool",
+    "mm_projector_type": "patchmergerv2",
+    "projector_hidden_act": "gelu",
+    "norm_type": "rmsnorm",
+    "attn_bias": False,
+    "patch_embed_proj_bias": False,
+    "mlp_type": "mlp2",
+    "linear_bias": False,
+    "activation_func": "gelu_pytorch_tanh",
+    "pos_emb_interpolation_mode": "bilinear",
+}
+
+_QUANTIZATION = {
+    "config_groups": {
+        "group_0": {
+            "format": "mxfp4-pack-quantized",
+            "input_activations": None,
+            "output_activations": None,
+            "targets": ["Linear"],
+            "weights": {
+                "actorder": None,
+                "block_structure": None,
+                "dynamic": False,
+                "group_size": MX_BLOCK,
+                "num_bits": 4,
+                "observer": "minmax",
+                "observer_kwargs": {},
+                "scale_dtype": "torch.uint8",
+                "strategy": "group",
+                "symmetric": True,
+                "type": "float",
+                "zp_dtype": None,
+            },
+        }
+    },
+    "format": "mxfp4-pack-quantized",
+    "ignore": [
+        "re:.*self_attn.*",
+        "re:.*shared_experts.*",
+        "re:.*mlp\\.(gate|up|gate_up|down)_proj.*",
+        "re:.*lm_head.*",
+        "re:.*vision_tower.*",
+        "re:.*mm_projector.*",
+    ],
+    "kv_cache_scheme": None,
+    "quant_method": "compressed-tensors",
+    "quantization_status": "compressed",
+}
+
+
+def _check_known(found: Mapping[str, Any], known, prefix: str) -> None:
+    for key in found:
+        if key not in known:
+            raise ValueError(f"{prefix}{key}: unknown config key (value {found[key]!r}); remove it or correct its name")
+
+
+def _vision_from_hf(vision: Mapping[str, Any], placeholder: int) -> VisionConfig:
+    vision = {key: value for key, value in vision.items() if not key.startswith("_")}
+    for key, only in _VISION_FIXED.items():
+        found = vision.pop(key, only)
+        if found != only:
+            raise ValueError(f"vision_config.{key}: found {found!r}, only {only!r} is implemented")
+    fields = {field.name: field for field in dataclasses.fields(VisionConfig)}
+    _check_known(vision, fields, "vision_config.")
+    for name, field in fields.items():
+        if field.default is dataclasses.MISSING and name not in vision:
+            raise ValueError(f"vision_config.{name}: missing from the config")
+    if "merge_kernel_size" in vision:
+        vision["merge_kernel_size"] = tuple(vision["merge_kernel_size"])
+    return VisionConfig(**vision, media_placeholder_token_id=placeholder)

@@ -1,0 +1,128 @@
+"""The two token mixers: Kimi Delta Attention and gated latent attention without positions."""
+
+from __future__ import annotations
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+
+from k3jax.config import ModelConfig
+from k3jax.nn.layers import Policy, float32_weight, log_uniform_dt, rms_norm, weight
+from k3jax.ops.conv import short_conv
+from k3jax.ops.kda import accumulator, kda, kda_gate, l2norm
+from k3jax.ops.mla import mla_attention
+from k3jax.sharding import constrain
+
+LATENT_EPS = 1e-6  # of the two norms inside MLA; every other norm has the config's
+
+
+class KimiDeltaAttention(nn.Module):
+    """W_o[ sigmoid(W_g x) * RMSNorm(KDA(q, k, v, decay, beta)) ], q, k, v = SiLU(ShortConv(W x)) (Eq. 1-6)."""
+
+    cfg: ModelConfig
+    policy: Policy
+
+    @nn.compact
+    def __call__(self, x: Array, ids: Array | None, cache: dict | None):
+        """x [B,T,D], segment ids [B,T] or None, this layer's cache or None -> y [B,T,D], new cache."""
+        cfg, dtype = self.cfg, self.policy.dtype
+        D, H, K, std = cfg.hidden_size, cfg.kda_num_heads, cfg.kda_head_dim, cfg.initializer_range
+        wide = accumulator(dtype)
+        new_cache = {}
+
+        def mixed(name):
+            w = weight(self, f"{name}_proj", (H, K, D), ("heads", None, "embed"), std)
+            taps = cfg.short_conv_kernel_size
+            bound = taps**-0.5
+            conv = float32_weight(
+                self, f"{name}_conv1d", _uniform(bound), (H, K, taps), ("heads", None, None)
+            )
+            y = constrain(jnp.einsum("btd,hkd->bthk", x, w), "batch", None, "heads", None)
+            y, new_cache[f"{name}_conv1d"] = short_conv(y, conv, cache and cache[f"{name}_conv1d"], ids)
+            return jax.nn.silu(y)
+
+        q, k, v = mixed("q"), mixed("k"), mixed("v")
+        q, k, v = (l2norm(q) * K**-0.5).astype(dtype), l2norm(k).astype(dtype), v.astype(dtype)
+
+        beta = jnp.einsum("btd,hd->bth", x, weight(self, "b_proj", (H, D), ("heads", "embed"), std))
+        beta = jax.nn.sigmoid(beta.astype(wide))
+        z = jnp.einsum("btd,kd->btk", x, weight(self, "f_a_proj", (K, D), (None, "embed"), std))
+        z = jnp.einsum("btl,hkl->bthk", z, weight(self, "f_b_proj", (H, K, K), ("heads", None, None), std))
+        A_log = float32_weight(self, "A_log", nn.initializers.zeros, (H,), ("heads",))
+        dt_bias = float32_weight(self, "dt_bias", log_uniform_dt(), (H, K), ("heads", None))
+        g = kda_gate(z, A_log, dt_bias, cfg.gate_lower_bound)
+
+        state, segment_ids = cache and cache["state"], ids
+        if cache is not None and ids is not None:
+            # A cached row is one document with one state: its ids only say which tokens are padding.
+            valid = (ids > 0)[:, :, None]
+            k, g = jnp.where(valid[..., None], k, 0), jnp.where(valid[..., None], g, 0)
+            beta, segment_ids = jnp.where(valid, beta, 0), None
+        impl = self.policy.kda_impl
+        o, state = kda(q, k, v, g, beta, state, segment_ids, gate_lower_bound=cfg.gate_lower_bound, impl=impl)
+
+        if cfg.use_full_rank_gate:
+            gate = jnp.einsum("btd,hkd->bthk", x, weight(self, "g_proj", (H, K, D), ("heads", None, "embed"), std))
+        else:
+            gate = jnp.einsum("btd,kd->btk", x, weight(self, "g_a_proj", (K, D), (None, "embed"), std))
+            gate = jnp.einsum("btl,hkl->bthk", gate, weight(self, "g_b_proj", (H, K, K), ("heads", None, None), std))
+        o_norm = float32_weight(self, "o_norm", nn.initializers.ones, (K,), (None,))
+        o = rms_norm(o.astype(wide), o_norm, cfg.rms_norm_eps) * jax.nn.sigmoid(gate.astype(wide))
+        o = constrain(o.astype(dtype), "batch", None, "heads", None)
+        y = jnp.einsum("bthk,dhk->btd", o, weight(self, "o_proj", (D, H, K), ("embed", "heads", None), std))
+        return y, ({"state": state, **new_cache} if cache is not None else None)
+
+
+class LatentAttention(nn.Module):
+    """W_o( sigmoid(W_g x) * attention ) over keys and values expanded from a cached latent, never rotated (Eq. 7)."""
+
+    cfg: ModelConfig
+    policy: Policy
+
+    @nn.compact
+    def __call__(self, x: Array, ids: Array, cache: dict | None, start: Array | int, present: Array | None):
+        """x [B,T,D], ids [B,T], this layer's cache, its fill before x, and [B,S] which cached tokens are real."""
+        cfg = self.cfg
+        D, H, std = cfg.hidden_size, cfg.num_attention_heads, cfg.initializer_range
+        K, R, V, L = cfg.qk_nope_head_dim, cfg.qk_rope_head_dim, cfg.v_head_dim, cfg.kv_lora_rank
+
+        if cfg.q_lora_rank:
+            q = jnp.einsum("btd,ld->btl", x, weight(self, "q_a_proj", (cfg.q_lora_rank, D), (None, "embed"), std))
+            q = rms_norm(q, weight(self, "q_a_layernorm", (cfg.q_lora_rank,), (None,)), LATENT_EPS)
+            w = weight(self, "q_b_proj", (H, K + R, cfg.q_lora_rank), ("heads", None, None), std)
+            q = jnp.einsum("btl,hkl->bthk", q, w)
+        else:
+            q = jnp.einsum("btd,hkd->bthk", x, weight(self, "q_proj", (H, K + R, D), ("heads", None, "embed"), std))
+        q = constrain(q, "batch", None, "heads", None)
+
+        w = weight(self, "kv_a_proj_with_mqa", (L + R, D), (None, "embed"), std)
+        kv = constrain(jnp.einsum("btd,ld->btl", x, w), "batch", None, None)
+        latent, k_rope = kv[..., :L], kv[..., L:]
+        latent = rms_norm(latent, weight(self, "kv_a_layernorm", (L,), (None,)), LATENT_EPS)
+        kv_ids = ids
+        if cache is not None:
+            latent, k_rope = (
+                lax.dynamic_update_slice_in_dim(cache[name], new.astype(cache[name].dtype), start, axis=1)
+                for name, new in (("latent", latent), ("k_rope", k_rope))
+            )
+            cache, kv_ids = {"latent": latent, "k_rope": k_rope}, present
+        w_kv = weight(self, "kv_b_proj", (H, K + V, L), ("heads", None, None), std)
+        dtype = self.policy.dtype
+        o = mla_attention(
+            q, latent.astype(dtype), k_rope.astype(dtype), w_kv[:, :K], w_kv[:, K:], ids, kv_ids, start
+        )
+        if cfg.mla_use_output_gate:
+            gate = jnp.einsum("btd,hvd->bthv", x, weight(self, "g_proj", (H, V, D), ("heads", None, "embed"), std))
+            wide = accumulator(dtype)
+            o = (o.astype(wide) * jax.nn.sigmoid(gate.astype(wide))).astype(dtype)
+        o = constrain(o, "batch", None, "heads", None)
+        y = jnp.einsum("bthv,dhv->btd", o, weight(self, "o_proj", (D, H, V), ("embed", "heads", None), std))
+        return y, cache
+
+
+def _uniform(bound: float):
+    def init(key, shape, dtype):
+        return jax.random.uniform(key, shape, dtype, -bound, bound)
+
+    return init

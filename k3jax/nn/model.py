@@ -1,0 +1,218 @@
+"""The text model: embedding, segments of scanned layers, the mixture over depth, and the head."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import flax
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+from k3jax.cache import Cache
+from k3jax.config import LayerKind, ModelConfig
+from k3jax.nn.layers import DenseFFN, Policy, rms_norm, weight
+from k3jax.nn.mixers import KimiDeltaAttention, LatentAttention
+from k3jax.nn.moe import LatentMoE
+from k3jax.ops.attnres import attnres_mix
+from k3jax.sharding import constrain
+
+
+@flax.struct.dataclass
+class Output:
+    """What `K3` returns.
+
+    Attributes:
+        logits: [B,T,vocab] in the compute dtype. Not computed when nobody reads it under `jax.jit`.
+        hidden: [B,T,D] after the last layer's mixture over depth, before the final norm; `K3.unembed` maps it to logits.
+        cache: the cache after these tokens, or None without one.
+        router: `RouterStats` of every MoE layer, in a tree like `variables["router"]`.
+    """
+
+    logits: Array
+    hidden: Array
+    cache: Cache | None
+    router: dict[str, Any]
+
+
+class Layer(nn.Module):
+    """One decoder layer: two sublayers that each read a mixture of the finished blocks and the running sum.
+
+    The residual state is `sources` [N,B,T,D] and a count: slots below the count are finished blocks, slot `count` is the
+    running sum. Starting a block is adding one to the count, for the next slot is still zero. Plain residuals have one
+    slot and no mixture.
+    """
+
+    cfg: ModelConfig
+    policy: Policy
+    kind: LayerKind
+
+    @nn.compact
+    def __call__(self, sources: Array, count: Array, starts_block: Array, inputs: dict, cache: dict | None):
+        cfg, policy = self.cfg, self.policy
+        eps = cfg.rms_norm_eps
+        norm = lambda name: weight(self, name, (cfg.hidden_size,), (None,))  # noqa: E731
+        seq = "seq" if sources.shape[2] > 1 else None
+
+        def read(name):
+            if not cfg.attn_res_block_size:
+                return sources[0]
+            query = weight(self, f"{name}_res_proj", (cfg.hidden_size,), (None,), std=0.0)
+            return attnres_mix(sources, count, query, norm(f"{name}_res_norm"), eps)
+
+        def add(y):
+            y = constrain(y, "batch", seq, None)
+            return sources.at[count].add(y) if cfg.attn_res_block_size else sources + y[None]
+
+        h = rms_norm(read("self_attention"), norm("input_layernorm"), eps)
+        count = jnp.where(starts_block, count + 1, count) if cfg.attn_res_block_size else count
+        if self.kind.mixer == "kda":
+            mixer = KimiDeltaAttention(cfg, policy, name="self_attn")
+            y, cache = mixer(h, inputs["ids"], cache)
+        else:
+            mixer = LatentAttention(cfg, policy, name="self_attn")
+            y, cache = mixer(h, inputs["attention_ids"], cache, inputs["start"], inputs["present"])
+        sources = add(y)
+
+        h = rms_norm(read("mlp"), norm("post_attention_layernorm"), eps)
+        stats = None
+        if self.kind.ffn == "moe":
+            y, stats = LatentMoE(cfg, policy, name="block_sparse_moe")(h, inputs["attention_ids"] > 0)
+        else:
+            y = DenseFFN(cfg, policy, cfg.intermediate_size, name="mlp")(h)
+        sources = add(y)
+        prefix = sources[count] if cfg.attn_res_block_size else sources[0]
+        self.sow("intermediates", "prefix_sum", prefix)
+        return sources, count, cache, stats
+
+
+class Unit(nn.Module):
+    """A segment's unit of layers, the body that `nn.scan` repeats."""
+
+    cfg: ModelConfig
+    policy: Policy
+    kinds: tuple[LayerKind, ...]
+
+    @nn.compact
+    def __call__(self, carry, first_layer: Array, cache: dict | None, inputs: dict):
+        sources, count = carry
+        new_cache, stats = {}, {}
+        for j, kind in enumerate(self.kinds):
+            index = first_layer + j
+            starts = index % (self.cfg.attn_res_block_size or 1) == 0
+            name = f"layer_{j}"
+            layer = Layer(self.cfg, self.policy, kind, name=name)
+            sources, count, new_cache[name], layer_stats = layer(sources, count, starts, inputs, cache and cache[name])
+            if layer_stats is not None:
+                stats[name] = {"block_sparse_moe": layer_stats}
+        return (sources, count), (new_cache, stats)
+
+
+class K3(nn.Module):
+    """A Kimi K3 or Kimi-Linear text model.
+
+    Attributes:
+        cfg: the model. dtype, param_dtype, experts, mxfp8_inputs, kda_impl: see `Policy`.
+        remat: keep only what flows between units for the backward pass and recompute the rest.
+
+    Example:
+        >>> model = K3(cfg)
+        >>> variables = nn.unbox(model.init(jax.random.key(0), jnp.zeros((1, 16), jnp.int32)))
+        >>> model.apply(variables, tokens).logits
+    """
+
+    cfg: ModelConfig
+    dtype: Any = jnp.float32
+    param_dtype: Any = jnp.float32
+    experts: str = "dequantized"
+    mxfp8_inputs: bool = False
+    kda_impl: str = "auto"
+    remat: bool = False
+
+    def setup(self):
+        cfg = self.cfg
+        if self.experts not in ("dequantized", "qat", "packed"):
+            raise ValueError(f"experts: found {self.experts!r}, must be 'dequantized', 'qat' or 'packed'")
+        self.policy = Policy(self.dtype, self.param_dtype, self.experts, self.mxfp8_inputs, self.kda_impl)
+        D, std = cfg.hidden_size, cfg.initializer_range
+        self.embed_tokens = weight(self, "embed_tokens", (cfg.vocab_size, D), ("vocab", "embed"), std)
+        for s, segment in enumerate(cfg.segments):
+            unit = nn.remat(Unit, prevent_cse=False) if self.remat else Unit
+            scanned = nn.scan(
+                unit,
+                variable_axes={"params": 0, "router": 0, "intermediates": 0},
+                split_rngs={"params": True},
+                length=segment.repeats,
+                in_axes=(0, 0, nn.broadcast),
+                metadata_params={nn.PARTITION_NAME: "layers"},
+            )
+            setattr(self, f"segment_{s}", scanned(cfg, self.policy, segment.unit))
+        if cfg.attn_res_block_size:
+            self.output_attn_res_proj = weight(self, "output_attn_res_proj", (D,), (None,), std=0.0)
+            self.output_attn_res_norm = weight(self, "output_attn_res_norm", (D,), (None,))
+        self.norm = weight(self, "norm", (D,), (None,))
+        self.lm_head = weight(self, "lm_head", (cfg.vocab_size, D), ("vocab", "embed"), std)
+
+    def __call__(
+        self,
+        tokens: Array,
+        mask: Array | None = None,
+        segment_ids: Array | None = None,
+        cache: Cache | None = None,
+    ) -> Output:
+        """Runs tokens [B,T] int, from the start or on from `cache`.
+
+        Args:
+            mask: [B,T], 1 for real tokens, 0 for padding on either side. Padded positions hold no meaning.
+            segment_ids: [B,T], 1-based documents packed in a row, non-decreasing where not 0 = padding. Without a cache.
+            cache: from `init_cache` or an earlier call; the caller keeps cache.length + T within cache.max_len.
+
+        Raises:
+            ValueError: segment_ids together with a mask or a cache, or shapes that do not fit.
+        """
+        B, T = tokens.shape
+        for name, array in (("mask", mask), ("segment_ids", segment_ids)):
+            if array is not None and array.shape != (B, T):
+                raise ValueError(f"{name}: found shape {array.shape}, must be {(B, T)} like tokens")
+        if segment_ids is not None and (mask is not None or cache is not None):
+            other = "mask" if mask is not None else "cache"
+            raise ValueError(f"segment_ids: cannot be combined with {other}; segment 0 is padding, a cached row is one text")
+        if cache is not None and cache.present.shape[0] != B:
+            raise ValueError(f"cache: found batch {cache.present.shape[0]}, must be {B} like tokens")
+        cfg = self.cfg
+        ids = segment_ids if mask is None else mask
+        ids = None if ids is None else ids.astype(jnp.int32)
+        attention_ids = jnp.ones((B, T), jnp.int32) if ids is None else ids
+        start, present = jnp.zeros((), jnp.int32), None
+        if cache is not None:
+            start = cache.length
+            present = jax.lax.dynamic_update_slice_in_dim(cache.present, attention_ids, start, axis=1)
+        inputs = {"ids": ids, "attention_ids": attention_ids, "start": start, "present": present}
+
+        seq = "seq" if T > 1 else None
+        x = constrain(jnp.take(self.embed_tokens, tokens, axis=0), "batch", seq, None)
+        sources = jnp.zeros((cfg.num_attn_res_blocks + 1, *x.shape), x.dtype).at[0].set(x)
+        carry = (constrain(sources, None, "batch", seq, None), jnp.zeros((), jnp.int32))
+        layers, router, first = {}, {}, 0
+        for s, (unit, repeats) in enumerate(cfg.segments):
+            name = f"segment_{s}"
+            indices = first + len(unit) * jnp.arange(repeats, dtype=jnp.int32)
+            carry, (layers[name], stats) = getattr(self, name)(carry, indices, cache and cache.layers[name], inputs)
+            if stats:
+                router[name] = stats
+            first += len(unit) * repeats
+        sources, count = carry
+        hidden = sources[0]
+        if cfg.attn_res_block_size:
+            hidden = attnres_mix(
+                sources, count, self.output_attn_res_proj, self.output_attn_res_norm, cfg.rms_norm_eps
+            )
+        if cache is not None:
+            cache = Cache(start + T, present, layers)
+        return Output(self.unembed(hidden), hidden, cache, router)
+
+    def unembed(self, hidden: Array) -> Array:
+        """lm_head(RMSNorm(hidden)): [..., T, D] -> [..., T, vocab]."""
+        normed = rms_norm(hidden, self.norm, self.cfg.rms_norm_eps)
+        return constrain(jnp.einsum("btd,vd->btv", normed, self.lm_head), "batch", None, "vocab")

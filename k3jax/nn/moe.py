@@ -1,0 +1,145 @@
+"""Stable LatentMoE: a router over many small experts that act in a latent, beside shared experts (Eq. 11-14)."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import flax
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+from jax.sharding import PartitionSpec as P
+
+from k3jax.config import MX_BLOCK, ModelConfig
+from k3jax.nn.layers import DenseFFN, Policy, activation, declare, rms_norm, weight
+from k3jax.ops import mx
+from k3jax.ops.experts import apply_experts, expert_ffn
+from k3jax.ops.kda import accumulator
+from k3jax.ops.router import expert_load, quantile_histogram, route
+from k3jax.sharding import RULES, constrain, current_mesh
+
+
+@flax.struct.dataclass
+class RouterStats:
+    """What one forward pass tells of a router: `load` int32 [E], tokens each expert got, and `histogram` int32
+    [E,1000] for Quantile Balancing. Global over the mesh; padding is not counted."""
+
+    load: Array
+    histogram: Array
+
+
+class RoutedExperts(nn.Module):
+    """The routed experts' weights, ready for the matrix products: w1, w3 [E,F,L] and w2 [E,L,F] in the compute dtype."""
+
+    cfg: ModelConfig
+    policy: Policy
+
+    @nn.compact
+    def __call__(self) -> tuple[Array, Array, Array]:
+        cfg, policy = self.cfg, self.policy
+        E, F, L = cfg.num_experts, cfg.moe_intermediate_size, cfg.latent_size
+        axes = ("experts", "expert_out", None)
+
+        def matrix(name, shape):
+            if policy.experts == "packed":
+                zeros, (E, rows, columns) = nn.initializers.zeros, shape
+                packed = declare(self, f"{name}_packed", zeros, (E, rows, columns // 2), axes, jnp.uint8)
+                scale = declare(self, f"{name}_scale", zeros, (E, rows, columns // MX_BLOCK), axes, jnp.uint8)
+                return mx.dequantize(mx.unpack(packed), scale, policy.dtype)
+            init = nn.initializers.normal(cfg.initializer_range)
+            value = declare(self, name, init, shape, axes, policy.param_dtype)
+            if policy.experts == "qat":
+                value = mx.fake_quant(value, "mxfp4")
+            return value.astype(policy.dtype)
+
+        return matrix("w1", (E, F, L)), matrix("w3", (E, F, L)), matrix("w2", (E, L, F))
+
+
+class LatentMoE(nn.Module):
+    """y = W_up RMSNorm( sum_i p_i E_i(W_down x) ) + Shared(x); without a latent size, E_i acts on x itself."""
+
+    cfg: ModelConfig
+    policy: Policy
+
+    @nn.compact
+    def __call__(self, x: Array, valid: Array) -> tuple[Array, RouterStats]:
+        """x [B,T,D], valid [B,T] bool -> y [B,T,D] and the router's statistics."""
+        cfg, policy = self.cfg, self.policy
+        D, E, L, std = cfg.hidden_size, cfg.num_experts, cfg.latent_size, cfg.initializer_range
+        gate = weight(self, "gate", (E, D), (None, "embed"), std)
+        bias = self.variable(
+            "router", "e_score_correction_bias", jnp.zeros, (E,), accumulator(policy.param_dtype)
+        ).value
+        experts = RoutedExperts(cfg, policy, name="experts")()
+
+        z = x
+        if cfg.routed_expert_hidden_size:
+            w = weight(self, "routed_expert_down_proj", (L, D), (None, "embed"), std)
+            z = jnp.einsum("btd,ld->btl", x, w)
+        if policy.mxfp8_inputs:
+            z = mx.fake_quant(z, "mxfp8")
+        seq = "seq" if x.shape[1] > 1 else None  # one token a row is decoded by every device that holds the row
+        z = constrain(z, "batch", seq, None)
+        u, stats = _routed(cfg, policy, x, z, valid, gate, bias.astype(accumulator(policy.dtype)), experts, seq)
+        if cfg.latent_moe_use_norm:
+            u = rms_norm(u, weight(self, "routed_expert_norm", (L,), (None,)), cfg.rms_norm_eps)
+        if cfg.routed_expert_hidden_size:
+            w = weight(self, "routed_expert_up_proj", (D, L), ("embed", None), std)
+            u = jnp.einsum("btl,dl->btd", u, w)
+        shared = DenseFFN(cfg, policy, cfg.shared_intermediate_size, name="shared_experts")(x)
+        return u + shared, stats
+
+
+def _routed(cfg, policy, x, z, valid, gate, bias, experts, seq):
+    """The routed part on every device's own tokens: route, exchange, expert products, exchange back."""
+    mesh = current_mesh()
+    split = lambda name: tuple(a for a in RULES.get(name, ()) if mesh is not None and mesh.shape[a] > 1)  # noqa: E731
+    token_axes = split("batch") + split(seq)
+    body = partial(_routed_local, cfg, policy, split("experts"), token_axes)
+    if mesh is None:
+        return body(x, z, valid, gate, bias, *experts)
+    tokens = P(split("batch") or None, split(seq) or None)
+    return jax.shard_map(
+        body,
+        mesh=mesh,
+        in_specs=(tokens, tokens, tokens, P(), P()) + (P(split("experts") or None),) * 3,
+        out_specs=(tokens, P()),
+        check_vma=False,
+    )(x, z, valid, gate, bias, *experts)
+
+
+def _routed_local(cfg, policy, expert_axes, token_axes, x, z, valid, gate, bias, w1, w3, w2):
+    B, T, D = x.shape
+    wide = accumulator(policy.dtype)
+    flat = valid.reshape(-1)
+    logits = jnp.einsum("nd,ed->ne", x.reshape(-1, D).astype(wide), gate.astype(wide))
+    scores = jax.nn.sigmoid(logits)
+    k = cfg.num_experts_per_token
+    routing = route(
+        scores,
+        bias,
+        k,
+        num_groups=cfg.num_expert_group,
+        topk_group=cfg.topk_group,
+        renormalize=cfg.moe_renormalize,
+        scaling=cfg.routed_scaling_factor,
+    )
+    stats = RouterStats(
+        expert_load(routing.indices, cfg.num_experts, flat),
+        quantile_histogram(lax.stop_gradient(scores), routing.cutoff, bias, flat),
+    )
+    if token_axes:
+        stats = lax.psum(stats, token_axes)
+    ffn = partial(expert_ffn, w1=w1, w3=w3, w2=w2, act=activation(cfg), mxfp8_inputs=policy.mxfp8_inputs)
+    y = apply_experts(
+        z.reshape(B * T, -1),
+        routing.weights,
+        routing.indices,
+        flat,
+        ffn,
+        cfg.num_experts,
+        expert_axes,
+        tuple(dict.fromkeys(token_axes + expert_axes)),
+    )
+    return y.reshape(B, T, -1), stats

@@ -1,0 +1,374 @@
+"""Configuration of one training run: the file that holds it, its overrides, and what fits together.
+
+A run is a Python file that defines `config: RunConfig`. Any setting can be changed on the command line as
+`key=value`, e.g. `train.steps=50`. Nothing here imports JAX.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import difflib
+import io
+import math
+import os
+import runpy
+import textwrap
+import traceback
+import types
+import typing
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import tyro
+
+from k3jax.config import MX_BLOCK, ModelConfig
+
+
+@dataclass(frozen=True)
+class MeshConfig:
+    """Devices along each mesh axis; their product is the number of devices."""
+
+    data: int = 1
+    """Replicas of the parameters, each with its own part of the batch."""
+    fsdp: int = 1
+    """Shards of the dense weights, each with its own part of the batch."""
+    expert: int = 1
+    """Groups of routed experts, each with its own part of the batch."""
+    context: int = 1
+    """Parts of each sequence. Only 1 is supported so far."""
+    tensor: int = 1
+    """Shards of heads, feed-forward widths and vocabulary."""
+
+    @property
+    def size(self) -> int:
+        """Number of devices."""
+        return math.prod(dataclasses.astuple(self))
+
+
+@dataclass(frozen=True)
+class DataConfig:
+    """Text to train on, read as bytes: one byte is one token."""
+
+    paths: tuple[str, ...] = ()
+    """Files, folders or globs of text, separated by commas. Empty: the running Python's standard library."""
+    seq_len: int = 512
+    """Tokens per sequence."""
+    batch_size: int = 16
+    """Sequences per step, over all devices."""
+    held_out: float = 0.05
+    """Fraction of the files kept for evaluation."""
+    seed: int = 0
+    """Seed of the split and the order of the data."""
+
+
+@dataclass(frozen=True)
+class TrainConfig:
+    """Optimisation: AdamW under a cosine schedule with linear warm-up."""
+
+    steps: int = 1000
+    """Optimizer steps of the whole run."""
+    learning_rate: float = 1e-3
+    """Peak learning rate."""
+    final_learning_rate: float = 0.1
+    """Learning rate of the last step, as a fraction of the peak."""
+    warmup_fraction: float = 0.01
+    """Part of the steps over which the learning rate rises from zero."""
+    weight_decay: float = 0.1
+    """Decoupled weight decay."""
+    beta1: float = 0.9
+    """Decay of the first moment."""
+    beta2: float = 0.95
+    """Decay of the second moment."""
+    clip_norm: float = 1.0
+    """Largest global norm of the gradients."""
+    grad_accum: int = 1
+    """Parts the batch is computed in, one after the other."""
+    qat: bool = True
+    """Quantisation-aware training: MXFP4 expert weights, MXFP8 expert inputs."""
+    quantile_balancing: bool = True
+    """Update the router bias by Quantile Balancing."""
+    remat: bool = True
+    """Recompute activations in the backward pass instead of keeping them."""
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    """Type of the matrix products; parameters and optimizer state stay float32."""
+    seed: int = 0
+    """Seed of the initial parameters."""
+    checkpoint_every: int = 100
+    """Steps between checkpoints; the last step always has one."""
+    keep_checkpoints: int = 2
+    """Newest checkpoints kept."""
+    eval_windows: int = 64
+    """Held-out sequences evaluated at the end."""
+    log_every: int = 10
+    """Steps between logged numbers."""
+
+
+@dataclass(frozen=True)
+class RunConfig:
+    """One training run.
+
+    Attributes:
+        model: The model, in the names of its released config.json.
+        data: Text to train on.
+        train: Optimisation.
+        mesh: Devices along each mesh axis.
+        out: Folder of the run: checkpoints, metrics and plot.
+        resume: Checkpoint to continue from: its step folder, or a run folder for its newest one.
+        cpu_devices: Simulated CPU devices to run on; 0 runs on the machine's own devices.
+
+    Example:
+        >>> config = load_config("configs/quickstart.py")
+        >>> config = apply_overrides(config, ["train.steps=50", "mesh.expert=4"])
+        >>> config.validate()
+    """
+
+    model: ModelConfig
+    data: DataConfig = DataConfig()
+    train: TrainConfig = TrainConfig()
+    mesh: MeshConfig = MeshConfig()
+    out: str = "runs/k3"
+    resume: str | None = None
+    cpu_devices: int = 0
+
+    def validate(self) -> None:
+        """Checks each setting and that model, batch and mesh fit together.
+
+        Raises `ValueError`, one line, naming the key, the value found and what would be right.
+        """
+        _check_types(self)
+        model, data, train, mesh = self.model, self.data, self.train, self.mesh
+        final_rate = train.final_learning_rate
+        ranges = (
+            *((f"mesh.{axis}", size, size >= 1, "at least 1") for axis, size in vars(mesh).items()),
+            ("mesh.context", mesh.context, mesh.context == 1, "1, the only size supported so far"),
+            ("data.seq_len", data.seq_len, data.seq_len >= 1, "at least 1"),
+            ("data.batch_size", data.batch_size, data.batch_size >= 1, "at least 1"),
+            ("data.held_out", data.held_out, 0 < data.held_out < 1, "between 0 and 1"),
+            ("train.steps", train.steps, train.steps >= 1, "at least 1"),
+            ("train.learning_rate", train.learning_rate, 0 < train.learning_rate < math.inf, "positive"),
+            ("train.final_learning_rate", final_rate, 0 <= final_rate <= 1, "from 0 to 1"),
+            ("train.warmup_fraction", train.warmup_fraction, 0 <= train.warmup_fraction <= 1, "from 0 to 1"),
+            ("train.weight_decay", train.weight_decay, 0 <= train.weight_decay < math.inf, "0 or more"),
+            ("train.beta1", train.beta1, 0 <= train.beta1 < 1, "at least 0 and below 1"),
+            ("train.beta2", train.beta2, 0 <= train.beta2 < 1, "at least 0 and below 1"),
+            ("train.clip_norm", train.clip_norm, train.clip_norm > 0, "positive"),
+            ("train.grad_accum", train.grad_accum, train.grad_accum >= 1, "at least 1"),
+            ("train.checkpoint_every", train.checkpoint_every, train.checkpoint_every >= 1, "at least 1"),
+            ("train.keep_checkpoints", train.keep_checkpoints, train.keep_checkpoints >= 1, "at least 1"),
+            ("train.eval_windows", train.eval_windows, train.eval_windows >= 1, "at least 1"),
+            ("train.log_every", train.log_every, train.log_every >= 1, "at least 1"),
+            ("cpu_devices", self.cpu_devices, self.cpu_devices >= 0, "0 (the machine's own devices) or more"),
+        )
+        for key, value, fits, right in ranges:
+            if not fits:
+                raise ValueError(f"{key}={value}: must be {right}")
+
+        latent = "routed_expert_hidden_size" if model.routed_expert_hidden_size else "hidden_size"
+        batch = ("mesh.data", "mesh.fsdp", "mesh.expert", "train.grad_accum")
+        multiples = [
+            ("data.batch_size", data.batch_size, batch),
+            ("data.seq_len", data.seq_len, ("mesh.context", "mesh.tensor")),
+            ("model.num_attention_heads", model.num_attention_heads, ("mesh.tensor",)),
+            ("model.kda_num_heads", model.kda_num_heads, ("mesh.tensor",)),
+            ("model.vocab_size", model.vocab_size, ("mesh.tensor",)),
+            ("model.intermediate_size", model.intermediate_size, ("mesh.tensor",)),
+            ("model's shared_intermediate_size", model.shared_intermediate_size, ("mesh.tensor",)),
+            ("model.num_experts", model.num_experts, ("mesh.expert", "mesh.tensor")),
+            ("model.hidden_size", model.hidden_size, ("mesh.fsdp",)),
+            (f"model.{latent}", model.latent_size, ("mesh.fsdp",)),
+            ("model.moe_intermediate_size", model.moe_intermediate_size, ("mesh.fsdp",)),
+        ]
+        for key, value, factors in multiples:
+            product = math.prod(_get(self, factor) for factor in factors)
+            if value % product:
+                raise ValueError(f"{key}={value}: must be a multiple of {'*'.join(factors)}={product}")
+        if train.qat:
+            widths = {latent: model.latent_size, "moe_intermediate_size": model.moe_intermediate_size}
+            for key, value in widths.items():
+                if value % MX_BLOCK:
+                    raise ValueError(
+                        f"model.{key}={value}: must be a multiple of {MX_BLOCK}, a block of train.qat"
+                    )
+        if self.cpu_devices and self.cpu_devices != mesh.size:
+            axes = "*".join(f"mesh.{axis}" for axis in vars(mesh))
+            raise ValueError(f"cpu_devices={self.cpu_devices}: must be {axes}={mesh.size}, or 0")
+
+
+def load_config(path: str | Path) -> RunConfig:
+    """Runs a configuration file and returns the `config` it defines.
+
+    Raises `ValueError`, one line, if there is no such file, if it fails (naming its line), and if it defines
+    no `config` of type `RunConfig`.
+    """
+    path = str(path)
+    if not os.path.isfile(path):
+        raise ValueError(f"{path}: no such file; --config takes a Python file that defines `config`")
+    try:
+        config = runpy.run_path(path).get("config")
+    except Exception as error:
+        frames = traceback.extract_tb(error.__traceback__)
+        lines = [frame.lineno for frame in frames if frame.filename == path]
+        if isinstance(error, SyntaxError) and error.filename == path:
+            lines = [error.lineno]
+        where = f"{path}:{lines[-1]}" if lines else path
+        raise ValueError(f"{where}: {type(error).__name__}: {_one_line(error)}") from error
+    if not isinstance(config, RunConfig):
+        found = "nothing" if config is None else f"a {type(config).__name__}"
+        raise ValueError(f"{path}: found {found} as `config`, must be a RunConfig")
+    return config
+
+
+def apply_overrides(config: RunConfig, overrides: Sequence[str]) -> RunConfig:
+    """`config` with each `key=value` (or `--key=value`, or `--key value`) set; the last one of a key wins.
+
+    Keys are dotted (`train.steps`, `model.hidden_size`). Values are parsed by tyro as their field's type;
+    those of a tuple are separated by commas (`model.kda_layers=1,2,3`, `data.paths=a.txt,b/*.txt`).
+
+    Raises `ValueError`, one line, for a key that does not exist (with the closest that do), for a value of
+    another type, and for what the changed model refuses.
+
+    Example:
+        >>> apply_overrides(config, ["train.steps=50", "--mesh.expert", "4"]).train.steps
+        50
+    """
+    tree: dict[str, Any] = {}
+    for key, value in _pairs(overrides):
+        *groups, name = key.split(".")
+        parent, node = config, tree
+        for group in groups:
+            if not dataclasses.is_dataclass(getattr(parent, group, None)):
+                raise ValueError(_unknown(config, key))
+            parent, node = getattr(parent, group), node.setdefault(group, {})
+        if not hasattr(parent, name) or name not in _field_names(parent):
+            raise ValueError(_unknown(config, key))
+        if dataclasses.is_dataclass(getattr(parent, name)):
+            example = _keys(config, key)[0]
+            raise ValueError(f"{key}={value}: {key} is a group; set one of its keys, such as {example}")
+        hint = typing.get_type_hints(type(parent))[name]
+        try:
+            node[name] = _parse(hint, value)
+        except ValueError:
+            raise ValueError(f"{key}={value}: must be {_describe(hint)}") from None
+    return _replace(config, tree)
+
+
+def print_settings() -> None:
+    """Prints every setting with its type, meaning and default; of the model's, which have none, the names."""
+    hints = typing.get_type_hints(RunConfig)
+    fields = [(field.name, hints[field.name], field) for field in dataclasses.fields(RunConfig)]
+    settings = dataclasses.make_dataclass("Settings", fields[1:], namespace={"__doc__": RunConfig.__doc__})
+    with contextlib.suppress(SystemExit):
+        tyro.cli(
+            settings, prog="settings", description="", args=["--help"], use_underscores=True, config=_TYRO
+        )
+    names = ", ".join(field.name for field in dataclasses.fields(ModelConfig))
+    print(textwrap.fill(f"model.KEY=VALUE changes the model: {names}.", width=80))
+
+
+_TYRO = (tyro.conf.FlagConversionOff,)
+
+
+def _pairs(overrides: Sequence[str]):
+    tokens = iter(overrides)
+    for token in tokens:
+        flag = token.startswith("--")
+        key, equals, value = token.removeprefix("--").partition("=")
+        if not equals and flag:
+            value = next(tokens, None)
+        if not key or value is None or not (equals or flag):
+            raise ValueError(f"{token}: a setting is changed as key=value, for example train.steps=50")
+        yield key.replace("-", "_"), value
+
+
+def _get(config: Any, key: str) -> Any:
+    for name in key.split("."):
+        config = getattr(config, name)
+    return config
+
+
+def _field_names(config: Any) -> list[str]:
+    return [field.name for field in dataclasses.fields(config)]
+
+
+def _keys(config: Any, prefix: str = "") -> list[str]:
+    """Dotted keys of every setting under `prefix`."""
+    node = _get(config, prefix) if prefix else config
+    if not dataclasses.is_dataclass(node):
+        return [prefix]
+    return [key for name in _field_names(node) for key in _keys(config, f"{prefix}.{name}".lstrip("."))]
+
+
+def _unknown(config: RunConfig, key: str) -> str:
+    keys = _keys(config)
+    # A forgotten group is the likeliest slip: steps for train.steps.
+    close = [k for k in keys if k.endswith(f".{key}")] or difflib.get_close_matches(key, keys)
+    hint = f"did you mean {' or '.join(close)}?" if close else "`python -m k3jax train --help` lists them"
+    return f"{key}: no such setting; {hint}"
+
+
+def _parse(hint: Any, value: str) -> Any:
+    if typing.get_origin(hint) is tuple:
+        kinds, values = typing.get_args(hint), value.split(",") if value else []
+        if kinds[-1] is Ellipsis:
+            kinds = kinds[:1] * len(values)
+        return tuple(_parse(kind, v) for kind, v in zip(kinds, values, strict=True))
+    # `--value=...` hands the text over verbatim, even where it starts with dashes.
+    holder = dataclasses.make_dataclass("Setting", [("value", hint)])
+    try:
+        with contextlib.redirect_stderr(io.StringIO()):
+            return tyro.cli(holder, args=[f"--value={value}"], add_help=False, config=_TYRO).value
+    except SystemExit:
+        raise ValueError(value) from None
+
+
+def _describe(hint: Any) -> str:
+    origin, args = typing.get_origin(hint), typing.get_args(hint)
+    if origin in (typing.Union, types.UnionType):
+        return " or ".join(_describe(arg) for arg in args)
+    if origin is Literal:
+        return f"one of {', '.join(map(str, args))}"
+    if origin is tuple:
+        count = "values" if args[-1] is Ellipsis else f"{len(args)} values"
+        return f"a tuple of {count}, each {_describe(args[0])} (separated by commas on the command line)"
+    names = {int: "an integer", float: "a number", bool: "True or False", str: "text", types.NoneType: "None"}
+    return names.get(hint, getattr(hint, "__name__", str(hint)))
+
+
+def _check_types(config: Any, prefix: str = "") -> None:
+    """A configuration file may hold values of any type; refuses those that are not the declared one."""
+    for name, hint in typing.get_type_hints(type(config)).items():
+        key, value = f"{prefix}{name}", getattr(config, name)
+        if not _is_instance(value, hint):
+            raise ValueError(f"{key}={value!r}: must be {_describe(hint)}")
+        if dataclasses.is_dataclass(value):
+            _check_types(value, f"{key}.")
+
+
+def _is_instance(value: Any, hint: Any) -> bool:
+    origin, args = typing.get_origin(hint), typing.get_args(hint)
+    if origin in (typing.Union, types.UnionType):
+        return any(_is_instance(value, arg) for arg in args)
+    if origin is Literal:
+        return value in args
+    if origin is tuple:
+        kinds = args[:1] * len(value) if args[-1] is Ellipsis and isinstance(value, tuple) else args
+        return isinstance(value, tuple) and len(value) == len(kinds) and all(map(_is_instance, value, kinds))
+    if isinstance(value, bool):
+        return hint is bool
+    return isinstance(value, (int, float) if hint is float else hint)
+
+
+def _replace(config: Any, tree: Mapping[str, Any]) -> Any:
+    """Sets all of a dataclass's changes at once: it may refuse them one by one."""
+    changes = {
+        name: _replace(getattr(config, name), value) if isinstance(value, dict) else value
+        for name, value in tree.items()
+    }
+    return dataclasses.replace(config, **changes)
+
+
+def _one_line(error: BaseException) -> str:
+    return " ".join(str(error).split())

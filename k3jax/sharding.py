@@ -1,0 +1,103 @@
+"""The mesh, and the one table that says which mesh axes an array's named axes are split over."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import flax.linen as nn
+import jax
+from jax import Array
+from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+MESH_AXES = ("data", "fsdp", "expert", "context", "tensor")
+
+# Logical axis -> mesh axes. Parameters: dense weights on (fsdp, tensor), experts on (expert, tensor) and fsdp.
+# Activations: "batch" and "seq" for what flows between sublayers, "heads" inside a token mixer.
+RULES: dict[str, tuple[str, ...]] = {
+    "batch": ("data", "fsdp", "expert"),
+    "seq": ("context", "tensor"),
+    "heads": ("tensor",),
+    "mlp": ("tensor",),
+    "vocab": ("tensor",),
+    "embed": ("fsdp",),
+    "experts": ("expert", "tensor"),
+    "expert_out": ("fsdp",),
+    "layers": (),
+}
+
+
+def make_mesh(
+    data: int = 1, fsdp: int = 1, expert: int = 1, context: int = 1, tensor: int = 1, devices: Sequence | None = None
+) -> Mesh:
+    """A mesh of data * fsdp * expert * context * tensor devices, the first of all by default.
+
+    Raises:
+        ValueError: sizes that are not positive or need more devices than there are, and context > 1, which is not
+            supported.
+
+    Example:
+        >>> with jax.set_mesh(make_mesh(fsdp=2, expert=2, tensor=2)):
+        ...     out = model.apply(variables, tokens)
+    """
+    sizes = dict(zip(MESH_AXES, (data, fsdp, expert, context, tensor)))
+    for axis, size in sizes.items():
+        if size < 1:
+            raise ValueError(f"mesh.{axis}: found {size}, must be positive")
+    if context > 1:
+        raise ValueError(f"mesh.context: found {context}, only 1 is supported")
+    devices = list(jax.devices() if devices is None else devices)
+    total = math.prod(sizes.values())
+    if total > len(devices):
+        raise ValueError(f"mesh: found {sizes}, which needs {total} devices; there are {len(devices)}")
+    return jax.make_mesh(
+        tuple(sizes.values()), MESH_AXES, axis_types=(AxisType.Auto,) * len(MESH_AXES), devices=devices[:total]
+    )
+
+
+def spec(logical: Sequence[str | None], shape: Sequence[int], mesh) -> P:
+    """PartitionSpec of an array whose axes are named `logical` (None: not split).
+
+    Raises:
+        ValueError: an unknown name, one mesh axis used by two of the array's axes, or a size that does not divide.
+    """
+    used: dict[str, str] = {}
+    parts = []
+    for name, size in zip(logical, shape, strict=True):
+        if name is not None and name not in RULES:
+            raise ValueError(f"logical axis {name!r}: unknown, must be one of {', '.join(RULES)}")
+        axes = tuple(axis for axis in RULES.get(name, ()) if mesh.shape[axis] > 1)
+        for axis in axes:
+            if axis in used:
+                raise ValueError(f"mesh axis {axis!r} would split both {used[axis]!r} and {name!r} of one array")
+            used[axis] = name
+        ways = math.prod(mesh.shape[axis] for axis in axes)
+        if size % ways:
+            split = " * ".join(f"mesh.{axis}" for axis in axes)
+            raise ValueError(f"{name}: found size {size}, must be a multiple of {split} = {ways}")
+        parts.append(axes if len(axes) > 1 else axes[0] if axes else None)
+    return P(*parts)
+
+
+def current_mesh():
+    """The mesh of the surrounding `jax.set_mesh`, or None: on one device nothing is split."""
+    mesh = jax.sharding.get_abstract_mesh()
+    return None if mesh.empty or mesh.size == 1 else mesh
+
+
+def constrain(x: Array, *logical: str | None) -> Array:
+    """Places an activation by its logical axes on the current mesh."""
+    mesh = current_mesh()
+    return x if mesh is None else jax.lax.with_sharding_constraint(x, spec(logical, x.shape, mesh))
+
+
+def tree_shardings(boxed, mesh: Mesh):
+    """NamedShardings of an abstract variable tree whose leaves carry their logical axes (replicated without)."""
+
+    def one(leaf):
+        if isinstance(leaf, nn.LogicallyPartitioned):
+            return NamedSharding(mesh, spec(leaf.names, leaf.value.shape, mesh))
+        return NamedSharding(mesh, P())
+
+    return jax.tree.map(one, boxed, is_leaf=lambda leaf: isinstance(leaf, nn.LogicallyPartitioned))

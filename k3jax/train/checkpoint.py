@@ -1,0 +1,240 @@
+"""Checkpoints of a run: asynchronous saves that are whole or absent, restored bit for bit onto any mesh.
+
+A run folder keeps them under `checkpoints/<step>`. A step is written beside its final name and renamed when
+it is complete, so a save that was killed or ran out of disk never shows up.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import re
+import shutil
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import SingleDeviceSharding
+from orbax.checkpoint import v1 as ocp
+
+# Orbax logs the traceback of a failed save from each of its threads; here the failure is raised, as one line.
+logging.getLogger("absl").addFilter(lambda record: f"{os.sep}orbax{os.sep}" not in record.pathname)
+
+_TEMPORARY = ".orbax-checkpoint-tmp"  # suffix of a step that is not whole
+_COMMITTED = ("_CHECKPOINT_METADATA", "commit_success.txt")  # the last is written last, before the step's name
+
+
+class CheckpointError(ValueError):
+    """A checkpoint that cannot be found, read or written, or that does not fit; one line."""
+
+
+def resolve(path: str | Path) -> tuple[Path, int]:
+    """(checkpoints folder, step) meant by `path`: a run folder or its checkpoints folder mean the newest.
+
+    Raises `CheckpointError` if there is no whole checkpoint at `path`.
+
+    Example:
+        >>> resolve("runs/k3")
+        (PosixPath('runs/k3/checkpoints'), 400)
+        >>> resolve("runs/k3/checkpoints/200")
+        (PosixPath('runs/k3/checkpoints'), 200)
+    """
+    path = Path(path)
+    for folder in (path / "checkpoints", path):
+        if steps := _steps(folder):
+            return folder, steps[-1]
+    if path.name.isdecimal() and int(path.name) in _steps(path.parent):
+        return path.parent, int(path.name)
+    if not path.exists():
+        raise CheckpointError(f"{path}: no such folder; expected a run folder or one of its checkpoints")
+    raise CheckpointError(f"{path}: no whole checkpoint; expected a run folder or one of its checkpoints")
+
+
+class Checkpoints:
+    """The checkpoints in one folder, of which saving keeps the `keep` newest.
+
+    A state is any tree of arrays (PRNG keys as their uint32 key data); `meta` is a JSON object saved with it.
+    Only saving and discarding change the folder. Errors name leaves by their dotted paths.
+
+    Example:
+        >>> with Checkpoints("runs/k3/checkpoints", keep=2) as checkpoints:
+        ...     checkpoints.save(100, state, {"position": 12800})
+        >>> state, meta = Checkpoints("runs/k3/checkpoints").restore(100, abstract_state)
+    """
+
+    def __init__(self, folder: str | Path, keep: int = 1):
+        self.folder = Path(folder).absolute()
+        self.keep = keep
+        self._orbax: ocp.training.Checkpointer | None = None
+        self._saving: int | None = None
+
+    def steps(self) -> list[int]:
+        """Steps of all whole checkpoints, ascending."""
+        return _steps(self.folder)
+
+    def latest(self) -> int | None:
+        """Step of the newest whole checkpoint; a save in progress does not count."""
+        return max(self.steps(), default=None)
+
+    def save(self, step: int, state: Any, meta: dict[str, Any], wait: bool = False) -> None:
+        """Starts saving `state`, whose buffers may be donated once this returns; `wait` waits for the disk.
+
+        Raises `CheckpointError` if the save before this one failed, if this one cannot start, and if `step`
+        is not after the newest checkpoint.
+        """
+        self.wait()
+        newest = self.latest()
+        if newest is not None and step <= newest:
+            raise CheckpointError(f"{self.folder}: cannot save step {step}, it already holds step {newest}")
+        if broken := set(_step_folders(self.folder)) - set(self.steps()):
+            raise CheckpointError(f"{self.folder / str(min(broken))}: not a whole checkpoint; remove it first")
+        for name, leaf in _leaves(state).items():
+            if not isinstance(leaf, (jax.Array, np.ndarray)) or not leaf.size:
+                raise CheckpointError(f"{self.folder}: '{name}' cannot be saved, only non-empty arrays can")
+        try:
+            if self._orbax is None:
+                self._orbax = ocp.training.Checkpointer(
+                    self.folder,
+                    preservation_policy=ocp.training.preservation_policies.LatestN(self.keep),
+                    cleanup_tmp_directories=True,
+                )
+            # Without force, Orbax skips a save whenever it thinks another is in progress.
+            self._orbax.save_async(step, state, force=True, custom_metadata=meta)
+        except Exception as error:
+            raise self._failed(step, error) from error
+        self._saving = step
+        if wait:
+            self.wait()
+
+    def wait(self) -> None:
+        """Returns when the disk holds the last save. Raises `CheckpointError` if that failed."""
+        if self._saving is None:
+            return
+        step, self._saving = self._saving, None
+        try:
+            self._orbax.wait()
+        except Exception as error:
+            raise self._failed(step, error) from error
+
+    def close(self) -> None:
+        """`wait`, then ends the threads that save."""
+        self.wait()
+        if self._orbax is not None:
+            self._orbax.close()
+            self._orbax = None
+
+    def __enter__(self) -> Checkpoints:
+        return self
+
+    def __exit__(self, *_) -> None:
+        self.close()
+
+    def read_meta(self, step: int) -> dict[str, Any]:
+        """The JSON object saved with `step`, without reading any array."""
+        return self._metadata(step).custom_metadata
+
+    def restore(self, step: int, abstract_state: Any, partial: bool = False) -> tuple[Any, dict[str, Any]]:
+        """(state, meta) of `step`, each leaf with the sharding of its `jax.ShapeDtypeStruct`.
+
+        A leaf without a sharding goes to the first device. `partial` leaves what `abstract_state` does not
+        name unread, e.g. the optimizer's state.
+
+        Raises `CheckpointError` naming the first leaf that is missing, extra, or of another shape or dtype.
+        """
+        metadata = self._metadata(step)
+        path = self.folder / str(step)
+        _check(path, _leaves(metadata.metadata), _leaves(abstract_state), partial)
+        device = SingleDeviceSharding(jax.devices()[0])
+        placed = jax.tree.map(
+            lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding or device),
+            abstract_state,
+        )
+        context = ocp.Context()
+        context.pytree_options.loading.partial_load = partial
+        try:
+            with context:
+                state = ocp.load(path, placed)
+        except Exception as error:
+            raise CheckpointError(f"{path}: cannot be read ({_reason(error)})") from error
+        return state, metadata.custom_metadata
+
+    def discard_after(self, step: int) -> None:
+        """Deletes the checkpoints after `step`: a run that goes back to it will write its own."""
+        for later in self.steps():
+            if later > step:
+                # Renamed first: a deletion that is cut short leaves no half checkpoint under a step's name.
+                doomed = (self.folder / str(later)).rename(self.folder / f"{later}{_TEMPORARY}")
+                shutil.rmtree(doomed)
+
+    def _metadata(self, step: int):
+        if step not in self.steps():
+            found = ", ".join(map(str, self.steps())) or "none"
+            raise CheckpointError(f"{self.folder}: no whole checkpoint of step {step}; found {found}")
+        try:
+            metadata = ocp.metadata(self.folder / str(step))
+        except Exception as error:
+            raise CheckpointError(f"{self.folder / str(step)}: cannot be read ({_reason(error)})") from error
+        if not _leaves(metadata.metadata):  # Orbax shrugs off damaged indices here
+            raise CheckpointError(f"{self.folder / str(step)}: cannot be read (its arrays are missing or damaged)")
+        return metadata
+
+    def _failed(self, step: int, error: Exception) -> CheckpointError:
+        # Orbax has dropped older steps from its list by now; a new checkpointer reads them from disk again.
+        if self._orbax is not None:
+            with contextlib.suppress(Exception):
+                self._orbax.close()
+            self._orbax = None
+        shutil.rmtree(self.folder / f"{step}{_TEMPORARY}", ignore_errors=True)
+        newest = self.latest()
+        kept = "there is no earlier one" if newest is None else f"the newest whole one is step {newest}"
+        return CheckpointError(f"{self.folder / str(step)}: could not be saved ({_reason(error)}); {kept}")
+
+
+def _steps(folder: Path) -> list[int]:
+    steps = _step_folders(folder)
+    return [step for step in steps if all((folder / str(step) / name).exists() for name in _COMMITTED)]
+
+
+def _step_folders(folder: Path) -> list[int]:
+    """What Orbax takes for checkpoints: it trusts the name of a folder, which one copied in part has as well."""
+    if not folder.is_dir():
+        return []
+    return sorted(found.step for found in ocp.path.step.standard_name_format().find_all(folder))
+
+
+def _leaves(tree: Any) -> dict[str, Any]:
+    """Leaves by dotted path, in which tuples and lists, and named tuples and dicts, look alike."""
+    paths, _ = jax.tree_util.tree_flatten_with_path(tree)
+    return {jax.tree_util.keystr(path, simple=True, separator="."): leaf for path, leaf in paths}
+
+
+def _check(path: Path, found: dict[str, Any], wanted: dict[str, Any], partial: bool) -> None:
+    for name, leaf in wanted.items():
+        if jax.dtypes.canonicalize_dtype(leaf.dtype) != leaf.dtype:
+            raise CheckpointError(f"{path}: '{name}' is {_describe(leaf)}, which needs jax_enable_x64")
+    missing = [name for name in wanted if name not in found]
+    extra = [] if partial else [name for name in found if name not in wanted]
+    wrong = [f"'{name}' is missing, expected {_describe(wanted[name])}" for name in missing]
+    wrong += [f"'{name}' is not expected, found {_describe(found[name])}" for name in extra]
+    wrong += [
+        f"'{name}': found {_describe(found[name])}, expected {_describe(leaf)}"
+        for name, leaf in wanted.items()
+        if name in found and _describe(found[name]) != _describe(leaf)
+    ]
+    if wrong:
+        more = f" (and {len(wrong) - 1} more)" if wrong[1:] else ""
+        raise CheckpointError(f"{path}: {wrong[0]}{more}")
+
+
+def _describe(leaf: Any) -> str:
+    return f"{leaf.dtype}[{','.join(map(str, leaf.shape))}]"
+
+
+def _reason(error: BaseException) -> str:
+    while error.__cause__ is not None:
+        error = error.__cause__
+    text = " ".join(str(error).split())
+    code = re.search(r"os_error_code='(\d+)'", text)
+    return os.strerror(int(code[1])) if code else text

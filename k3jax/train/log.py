@@ -1,0 +1,154 @@
+"""What a training run says about itself: a progress bar, the same numbers on disk, and a plot of them."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import shutil
+import sys
+import time
+from pathlib import Path
+from typing import TextIO
+
+from tqdm import tqdm
+
+_PLAIN_SECONDS = 10.0  # between lines where there is no terminal to draw a bar on
+
+
+class RunLog:
+    """Progress of steps `resume_step` + 1 .. `total_steps`, drawn on `stream`, kept in metrics.jsonl.
+
+    Each line of the file is a JSON object with `step` and the numbers of that step; NaN and infinities are
+    null. Lines after `resume_step`, from a run that went further than its checkpoint, are dropped at the
+    start, so no step appears twice. Numbers are Python floats: turning an array into one waits for the
+    device, so do that once for each line.
+
+    Example:
+        >>> with RunLog("runs/k3", total_steps=400) as log:
+        ...     log.write(10, loss=4.1, tokens_per_second=9e3, gradient_norm=1.2, expert_load=1.7)
+        >>> log.plot("runs/k3/training.png", bigram_loss=2.47)
+    """
+
+    def __init__(
+        self, folder: str | Path, total_steps: int, resume_step: int = 0, stream: TextIO | None = None
+    ):
+        stream = stream or sys.stderr
+        self.path = Path(folder) / "metrics.jsonl"
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        _keep_until(self.path, resume_step)
+        self._file = self.path.open("a", buffering=1)
+        self._stream = stream
+        self._resume_step, self._total_steps = resume_step, total_steps
+        self._start = self._last_line = time.monotonic()
+        self._bar = None
+        if stream.isatty():
+            width = shutil.get_terminal_size().columns  # tqdm draws nothing where the terminal tells no width
+            bar = {"file": stream, "ncols": width, "bar_format": _BAR, "mininterval": 0}
+            self._bar = tqdm(total=total_steps, initial=resume_step, **bar)
+
+    def write(
+        self,
+        step: int,
+        *,
+        loss: float,
+        tokens_per_second: float,
+        gradient_norm: float,
+        expert_load: float,
+        **more: float,
+    ) -> None:
+        """Adds a line: mean loss [nats per token], tokens/s, gradient norm, largest expert load over mean."""
+        numbers = {
+            "loss": loss,
+            "tokens_per_second": tokens_per_second,
+            "gradient_norm": gradient_norm,
+            "expert_load": expert_load,
+            **more,
+        }
+        finite = {key: value if math.isfinite(value) else None for key, value in numbers.items()}
+        self._file.write(json.dumps({"step": step, **finite}) + "\n")
+        speed = f"{tokens_per_second:,.0f} tok/s"
+        text = f"loss {loss:.3f}, {speed}, grad {gradient_norm:.3g}, load {expert_load:.2f}"
+        if self._bar is not None:
+            self._bar.set_postfix_str(text, refresh=False)
+            self._bar.update(step - self._bar.n)
+            return
+        now = time.monotonic()
+        first = self._last_line == self._start
+        if first or now - self._last_line >= _PLAIN_SECONDS or step >= self._total_steps:
+            self._last_line = now
+            line = tqdm.format_meter(
+                step,
+                self._total_steps,
+                now - self._start,
+                initial=self._resume_step,
+                bar_format=_LINE,
+                postfix=text,
+            )
+            print(line, file=self._stream, flush=True)
+
+    def plot(self, path: str | Path, title: str = "Training", bigram_loss: float | None = None) -> None:
+        """Draws loss and expert load against the step as PNG, from the lines on disk.
+
+        `bigram_loss` (nats per token) is drawn as a dashed line to beat.
+        """
+        from matplotlib.figure import Figure
+
+        lines = _read(self.path)
+        steps = [line["step"] for line in lines]
+        figure = Figure(figsize=(8, 7), layout="constrained")
+        top, bottom = figure.subplots(2, 1, sharex=True)
+        figure.suptitle(title)
+        top.plot(steps, _floats(lines, "loss"), label="model")
+        if bigram_loss is not None:
+            top.axhline(bigram_loss, color="gray", linestyle="--", label=f"bigram, {bigram_loss:.3f}")
+        top.set_ylabel("loss [nats per token]")
+        top.legend()
+        bottom.plot(steps, _floats(lines, "expert_load"))
+        bottom.axhline(1.0, color="gray", linewidth=0.8)
+        bottom.set_ylabel("expert load, max / mean")
+        bottom.set_xlabel("step")
+        for axes in (top, bottom):
+            axes.grid(alpha=0.3)
+        path = Path(path)
+        temporary = path.with_name(path.name + ".tmp")
+        figure.savefig(temporary, format="png", dpi=120)
+        os.replace(temporary, path)
+
+    def close(self) -> None:
+        if self._bar is not None:
+            self._bar.close()
+        self._file.close()
+
+    def __enter__(self) -> RunLog:
+        return self
+
+    def __exit__(self, *_) -> None:
+        self.close()
+
+
+_LINE = "step {n_fmt}/{total_fmt}{postfix}, {remaining} left"
+_BAR = _LINE + " |{bar}|"  # last, so that a narrow terminal cuts the bar and not the numbers
+
+
+def _read(path: Path) -> list[dict]:
+    """Lines of a metrics file; one cut short by a killed run is left out."""
+    lines = []
+    for line in path.read_text().splitlines():
+        try:
+            lines.append(json.loads(line))
+        except json.JSONDecodeError:
+            continue
+    return lines
+
+
+def _keep_until(path: Path, step: int) -> None:
+    if not path.exists():
+        return
+    temporary = path.with_name(path.name + ".tmp")
+    temporary.write_text("".join(json.dumps(line) + "\n" for line in _read(path) if line["step"] <= step))
+    os.replace(temporary, path)
+
+
+def _floats(lines: list[dict], key: str) -> list[float]:
+    return [math.nan if line.get(key) is None else line[key] for line in lines]

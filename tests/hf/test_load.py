@@ -1,0 +1,306 @@
+"""Import: exact values in the right place, and every damage refused before data is read."""
+
+import sys
+import types
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax.traverse_util import flatten_dict, unflatten_dict
+from safetensors.numpy import load_file, save_file
+
+from k3jax.config import ModelConfig
+from k3jax.hf import CheckpointError, load_hf
+from k3jax.hf.files import Checkpoint, inside
+from k3jax.hf.names import tree_shapes
+
+LAYER5 = "language_model.model.layers.5."
+E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6])
+
+
+def stored(copy):
+    tensors = {}
+    for shard in set(copy.weight_map.values()):
+        tensors |= load_file(copy.folder / shard)
+    return tensors
+
+
+def decoded(packed, scale):
+    """MXFP4 by its definition: low nibble is the even column, 32 columns share 2^(scale - 127)."""
+    values = np.stack([E2M1[packed & 15], E2M1[packed >> 4]], axis=-1).reshape(*packed.shape[:-1], -1)
+    return values * np.repeat(2.0 ** (scale.astype(np.float64) - 127), 32, axis=-1)
+
+
+def test_values_and_places(copy_golden):
+    copy = copy_golden("k3_tiny")
+    raw = stored(copy)
+    variables = load_hf(copy.folder, param_dtype=jnp.float64)
+    assert set(variables) == {"params", "router", "vision"}
+    layer = variables["params"]["segment_1"]["layer_0"]  # layers 4, 5 and 6
+    attn, moe = layer["self_attn"], layer["block_sparse_moe"]
+
+    def same(found, expected, shape):
+        assert found.shape == shape
+        np.testing.assert_array_equal(np.asarray(found), expected.astype(np.float64).reshape(shape))
+
+    same(variables["params"]["embed_tokens"], raw["language_model.model.embed_tokens.weight"], (128, 64))
+    same(attn["q_proj"][1], raw[LAYER5 + "self_attn.q_proj.weight"], (3, 16, 64))
+    same(attn["o_proj"][1], raw[LAYER5 + "self_attn.o_proj.weight"], (64, 3, 16))
+    same(attn["k_conv1d"][1], raw[LAYER5 + "self_attn.k_conv1d.weight"], (3, 16, 4))
+    same(attn["A_log"][1], raw[LAYER5 + "self_attn.A_log"][:3], (3,))
+    same(layer["mlp_res_proj"][1], raw[LAYER5 + "mlp_res_proj.weight"], (64,))
+    bias = variables["router"]["segment_1"]["layer_0"]["block_sparse_moe"]["e_score_correction_bias"]
+    same(bias[1], raw[LAYER5 + "block_sparse_moe.gate.e_score_correction_bias"], (12,))
+    for w in ("w1", "w2", "w3"):
+        name = f"{LAYER5}block_sparse_moe.experts.7.{w}.weight"
+        expected = decoded(raw[f"{name}_packed"], raw[f"{name}_scale"])
+        same(moe["experts"][w][1, 7], expected, expected.shape)
+    name = "vision_tower.encoder.blocks.1.wqkv.weight"
+    assert variables["vision"][name].dtype == jnp.bfloat16
+    np.testing.assert_array_equal(np.asarray(variables["vision"][name]), raw[name])
+
+
+def test_packed_experts_are_the_stored_bytes(copy_golden):
+    copy = copy_golden("k3_tiny")
+    raw = stored(copy)
+    variables = load_hf(copy.folder, experts="packed")
+    experts = variables["params"]["segment_1"]["layer_0"]["block_sparse_moe"]["experts"]
+    assert set(experts) == {f"{w}_{part}" for w in ("w1", "w2", "w3") for part in ("packed", "scale")}
+    for name, leaf in experts.items():
+        assert leaf.dtype == jnp.uint8
+        w, part = name.split("_")
+        np.testing.assert_array_equal(
+            leaf[1, 3], raw[f"{LAYER5}block_sparse_moe.experts.3.{w}.weight_{part}"]
+        )
+
+
+@pytest.mark.parametrize("model", ["k3_tiny", "kimi_linear_tiny"])
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.float64])
+def test_types_and_shapes_of_the_whole_tree(copy_golden, model, dtype):
+    folder = copy_golden(model).folder
+    flat = flatten_dict(load_hf(folder, param_dtype=dtype))
+    cfg = ModelConfig.from_hf(folder)
+    assert {path: leaf.shape for path, leaf in flat.items()} == tree_shapes(cfg, "dequantized")
+    kept = {"A_log", "dt_bias", "o_norm", "q_conv1d", "k_conv1d", "v_conv1d", "e_score_correction_bias"}
+    for path, leaf in flat.items():
+        if path[0] == "vision":
+            expected = jnp.bfloat16
+        else:
+            expected = jnp.float32 if path[-1] in kept and dtype != jnp.float64 else dtype
+        assert leaf.dtype == expected, path
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.float64])
+def test_every_code_under_the_smallest_and_largest_scales_is_exact(copy_golden, dtype):
+    copy = copy_golden("k3_tiny")
+    name = LAYER5 + "block_sparse_moe.experts.0.w1.weight"
+    scales = np.array([0, 1, 126, 127, 250, 251], np.uint8).repeat(11)[:64, None]
+    codes = np.arange(64 * 16, dtype=np.uint64).reshape(64, 16).astype(np.uint8)
+    copy.edit(f"{name}_packed", lambda _: codes)
+    copy.edit(f"{name}_scale", lambda _: scales)
+    layer = load_hf(copy.folder, param_dtype=dtype)["params"]["segment_1"]["layer_0"]
+    found = np.asarray(layer["block_sparse_moe"]["experts"]["w1"][1, 0])
+    np.testing.assert_array_equal(found.astype(np.float64), decoded(codes, scales))
+
+
+def test_one_shard_without_an_index(copy_golden):
+    copy = copy_golden("kimi_linear_tiny")
+    expected = load_hf(copy.folder)
+    whole = stored(copy)
+    for file in copy.folder.glob("model*"):
+        file.unlink()
+    save_file(whole, copy.folder / "model.safetensors")
+    assert jax.tree.all(jax.tree.map(lambda a, b: bool((a == b).all()), load_hf(copy.folder), expected))
+
+
+def test_shards_may_be_links_to_elsewhere(copy_golden, tmp_path):
+    copy = copy_golden("kimi_linear_tiny")
+    (tmp_path / "blobs").mkdir()
+    for file in copy.folder.glob("*.safetensors"):
+        file.symlink_to(file.rename(tmp_path / "blobs" / file.name))
+    load_hf(copy.folder)
+
+
+def test_a_config_given_beats_the_folder_s(copy_golden):
+    folder = copy_golden("kimi_linear_tiny").folder
+    cfg = ModelConfig.from_hf(folder)
+    (folder / "config.json").unlink()
+    assert load_hf(folder, cfg)["params"]["norm"].shape == (64,)
+
+
+@pytest.mark.parametrize("experts", ["dequantized", "packed"])
+def test_leaves_are_placed_as_the_mesh_s_shardings_say(copy_golden, monkeypatch, experts):
+    copy = copy_golden("k3_tiny")
+    mesh = jax.make_mesh((4,), ("expert",), axis_types=(jax.sharding.AxisType.Auto,))
+
+    def model_shardings(cfg, mesh, experts):
+        spec = jax.sharding.PartitionSpec
+        return unflatten_dict(
+            {
+                path: jax.sharding.NamedSharding(mesh, spec(None, "expert") if "experts" in path else spec())
+                for path in tree_shapes(cfg, experts)
+            }
+        )
+
+    monkeypatch.setitem(sys.modules, "k3jax.sharding", types.SimpleNamespace(model_shardings=model_shardings))
+    sharded = flatten_dict(load_hf(copy.folder, mesh=mesh, experts=experts))
+    plain = flatten_dict(load_hf(copy.folder, experts=experts))
+    assert sharded.keys() == plain.keys()
+    for path, leaf in sharded.items():
+        assert len(leaf.sharding.device_set) == 4
+        assert leaf.addressable_shards[0].data.size == leaf.size // (4 if "experts" in path else 1)
+        np.testing.assert_array_equal(leaf, plain[path])
+
+
+# ---- bad input -----------------------------------------------------------------------------------
+
+GATE = LAYER5 + "block_sparse_moe.gate.weight"
+SHARD1, SHARD2 = "model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"
+
+
+def remove(copy, name):
+    copy.edit(name, lambda _: None)
+    copy.edit_index(**{name: None})
+
+
+def add(copy, name):
+    copy.edit(name, lambda _: np.zeros(3, np.float32))
+    copy.edit_index(**{name: SHARD1})
+
+
+def unlist_scales(copy):
+    for e in range(12):
+        copy.edit_index(**{f"{LAYER5}block_sparse_moe.experts.{e}.w1.weight_scale": None})
+
+
+def cut(copy, length):
+    file = copy.folder / SHARD2
+    file.write_bytes(file.read_bytes()[:length])
+
+
+DAMAGE = {
+    "missing": (lambda c: remove(c, GATE), rf"1 problem: {GATE}: missing; expected BF16 \[12, 64\]"),
+    "extra": (lambda c: add(c, "lm_head.bias"), "1 problem: lm_head.bias: not a tensor of this model"),
+    "misshaped": (
+        lambda c: c.edit(GATE, lambda a: a.T.copy()),
+        rf"{GATE}: found BF16 \[64, 12\], expected BF16 \[12, 64\]",
+    ),
+    "mistyped": (
+        lambda c: c.edit(GATE, lambda a: a.astype(np.float32)),
+        rf"{GATE}: found F32 \[12, 64\], expected BF16 \[12, 64\]",
+    ),
+    "shard missing": (
+        lambda c: (c.folder / SHARD2).unlink(),
+        f"1 problem: {SHARD2}: the index names this shard, but there is no such file",
+    ),
+    "wrong shard": (
+        lambda c: c.edit_index(**{GATE: SHARD1}),
+        f"1 problem: {GATE}: the index says {SHARD1}, which does not hold it",
+    ),
+    "not in the index": (
+        lambda c: c.edit_index(**{GATE: None}),
+        f"1 problem: {GATE}: in {SHARD2}, but not in the index",
+    ),
+    "absolute path": (
+        lambda c: c.edit_index(**{GATE: str(c.folder / SHARD2)}),
+        f"{SHARD2}: the index names a path outside the folder",
+    ),
+    "path upwards": (
+        lambda c: c.edit_index(**{GATE: f"../{c.folder.name}/{SHARD2}"}),
+        rf"\.\./k3_tiny/{SHARD2}: the index names a path outside the folder",
+    ),
+    "data cut short": (lambda c: cut(c, -1), f"1 problem: {SHARD2}: the shard is cut short or damaged"),
+    "header cut short": (lambda c: cut(c, 1000), f"1 problem: {SHARD2}: the shard is cut short or damaged"),
+    "empty": (lambda c: cut(c, 0), f"1 problem: {SHARD2}: the shard is cut short or damaged"),
+    "many": (unlist_scales, "12 problems: .*; and 7 more"),
+    "index missing": (
+        lambda c: (c.folder / "model.safetensors.index.json").unlink(),
+        "found neither model.safetensors.index.json nor model.safetensors",
+    ),
+    "index cut short": (
+        lambda c: (c.folder / "model.safetensors.index.json").write_text('{"weight_map": {'),
+        "model.safetensors.index.json: not readable as JSON",
+    ),
+    "index without a map": (
+        lambda c: (c.folder / "model.safetensors.index.json").write_text('{"weight_map": ["a"]}'),
+        "model.safetensors.index.json: 'weight_map' must map",
+    ),
+    "index with a wrong header": (
+        lambda c: (c.folder / "model.safetensors.index.json").write_text('{"weight_map": {}, "metadata": 3}'),
+        "model.safetensors.index.json: 'metadata' must be",
+    ),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGE)
+def test_damage_is_named_before_data_is_read(copy_golden, monkeypatch, damage):
+    copy = copy_golden("k3_tiny")
+    change, message = DAMAGE[damage]
+    change(copy)
+    monkeypatch.setattr(Checkpoint, "read", lambda self, name: pytest.fail(f"read {name}"))
+    with pytest.raises(CheckpointError, match=message) as caught:
+        load_hf(copy.folder)
+    assert "\n" not in str(caught.value) and str(copy.folder) in str(caught.value)
+
+
+@pytest.mark.parametrize("experts", ["dequantized", "packed"])
+def test_scale_code_0xff(copy_golden, experts):
+    copy = copy_golden("k3_tiny")
+    name = LAYER5 + "block_sparse_moe.experts.3.w2.weight_scale"
+
+    def spoil(scale):
+        scale[[4, 9], 1] = 0xFF
+        return scale
+
+    copy.edit(name, spoil)
+    with pytest.raises(CheckpointError, match=f"{name}: 2 of its 64 scale codes are 0xFF"):
+        load_hf(copy.folder, experts=experts)
+
+
+def test_packed_byte_0xff_is_two_values_of_minus_six(copy_golden):
+    copy = copy_golden("k3_tiny")
+    copy.edit(LAYER5 + "block_sparse_moe.experts.3.w2.weight_packed", lambda a: np.full_like(a, 0xFF))
+    load_hf(copy.folder)
+
+
+def test_a_log_padding_that_is_not_zero(copy_golden):
+    copy = copy_golden("k3_tiny")
+    name = LAYER5 + "self_attn.A_log"
+
+    def spoil(a):
+        a[[3, 127]] = 1e-30
+        return a
+
+    copy.edit(name, spoil)
+    with pytest.raises(CheckpointError, match=f"{name}: 2 of its 125 padding values are not zero"):
+        load_hf(copy.folder)
+
+
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        ({"experts": "quantized"}, "experts: found 'quantized', must be 'dequantized' or 'packed'"),
+        ({"experts": "packed"}, "experts: 'packed' needs MXFP4 experts"),
+        ({"param_dtype": jnp.float16}, "param_dtype: found float16, must be float32, bfloat16 or float64"),
+    ],
+)
+def test_wrong_arguments(copy_golden, arguments, message):
+    with pytest.raises(ValueError, match=message):
+        load_hf(copy_golden("kimi_linear_tiny").folder, **arguments)
+
+
+def test_float64_without_x64(copy_golden):
+    with jax.enable_x64(False), pytest.raises(ValueError, match="param_dtype: float64 needs jax_enable_x64"):
+        load_hf(copy_golden("kimi_linear_tiny").folder, param_dtype=jnp.float64)
+
+
+def test_folder_that_is_not_there(tmp_path):
+    with pytest.raises(ValueError, match=f"{tmp_path}/none"):
+        load_hf(tmp_path / "none")
+
+
+def test_inside():
+    assert all(inside(name) for name in ("a.safetensors", "shards/a.safetensors", "..a", "a..b"))
+    outside = ("/a", "../a", "b/../../a", r"..\a", r"C:\a", r"\\host\share\a", "")
+    assert not any(inside(name) for name in outside)

@@ -1,0 +1,243 @@
+"""ModelConfig: released configs in and out, derived numbers, and every refusal."""
+
+import copy
+import dataclasses
+import json
+import runpy
+from pathlib import Path
+
+import pytest
+
+from k3jax.config import LayerKind, ModelConfig, Segment
+
+DATA = Path(__file__).parent / "data"
+CONFIGS = Path(__file__).parents[1] / "configs"
+
+KDA, MLA = LayerKind("kda", "moe"), LayerKind("mla", "moe")
+
+
+def raw(model: str) -> dict:
+    return json.loads((DATA / model / "config.json").read_text())
+
+
+@pytest.fixture(scope="module")
+def k3():
+    return ModelConfig.from_hf(DATA / "kimi_k3")
+
+
+@pytest.fixture(scope="module")
+def linear():
+    return ModelConfig.from_hf(DATA / "kimi_linear_48b")
+
+
+# ---- released numbers -----------------------------------------------------------------------------
+
+
+def test_kimi_k3_size(k3):
+    assert k3.num_parameters == 2_779_484_476_000
+    assert k3.num_active_parameters == 104_189_591_136
+    assert k3.mixer_parameters("kda") == 443_740_384
+    assert k3.mixer_parameters("mla") == 232_196_096
+    assert 92 * k3.num_experts * k3.expert_parameters == 2_722_740_830_208
+    residuals = 6 * k3.hidden_size  # two norms, and two mixtures of a norm and a query
+    assert k3.layer_parameters(KDA) - 443_740_384 - residuals == 29_784_936_832
+
+
+def test_kimi_linear_size(linear):
+    assert linear.num_parameters == 49_122_681_728
+    assert linear.num_active_parameters == 3_106_972_544
+
+
+def test_kimi_k3_schedule(k3):
+    mixers = [kind.mixer for kind in k3.layers]
+    assert (len(mixers), mixers.count("kda"), mixers.count("mla")) == (93, 69, 24)
+    assert [i for i, mixer in enumerate(mixers) if mixer == "mla"] == [*range(3, 92, 4), 92]
+    assert [i for i, kind in enumerate(k3.layers) if kind.ffn == "dense"] == [0]
+    assert k3.segments == (
+        Segment((LayerKind("kda", "dense"), KDA, KDA, MLA), 1),
+        Segment((KDA, KDA, KDA, MLA), 22),
+        Segment((MLA,), 1),
+    )
+    assert k3.num_attn_res_blocks == 8
+    assert (k3.latent_size, k3.shared_intermediate_size) == (3584, 6144)
+
+
+def test_kimi_linear_schedule(linear):
+    assert linear.segments == (
+        Segment((LayerKind("kda", "dense"), KDA, KDA, MLA), 1),
+        Segment((KDA, KDA, KDA, MLA), 5),
+        Segment((KDA, KDA, MLA), 1),
+    )
+    assert linear.num_attn_res_blocks == 0
+    assert linear.latent_size == linear.hidden_size
+
+
+@pytest.mark.parametrize(
+    "layer, address",
+    [(0, (0, 0, 0)), (3, (0, 0, 3)), (4, (1, 0, 0)), (9, (1, 1, 1)), (91, (1, 21, 3)), (92, (2, 0, 0))],
+)
+def test_layer_address(k3, layer, address):
+    assert k3.layer_address(layer) == address
+
+
+def test_layer_address_beyond_the_stack(k3):
+    with pytest.raises(ValueError, match="layer 93: the model has num_hidden_layers=93"):
+        k3.layer_address(93)
+
+
+@pytest.mark.parametrize("model", ["kimi_k3", "kimi_linear_48b", "k3_tiny", "kimi_linear_tiny"])
+def test_segments_unroll_to_the_layers(model):
+    cfg = ModelConfig.from_hf(DATA / model)
+    unrolled = [kind for unit, repeats in cfg.segments for _ in range(repeats) for kind in unit]
+    assert unrolled == list(cfg.layers)
+
+
+def test_moe_layer_freq(linear):
+    cfg = dataclasses.replace(linear, first_k_dense_replace=3, moe_layer_freq=2)
+    moe = [i for i, kind in enumerate(cfg.layers) if kind.ffn == "moe"]
+    assert moe == [*range(4, 27, 2)]  # 0-based, from layer 3 on, even ones
+
+
+# ---- the released format --------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("model", ["kimi_k3", "kimi_linear_48b", "k3_tiny", "kimi_linear_tiny"])
+def test_round_trip(model):
+    cfg = ModelConfig.from_hf(raw(model))
+    again = json.loads(json.dumps(cfg.to_hf()))
+    assert ModelConfig.from_hf(again) == cfg
+    assert hash(cfg) == hash(ModelConfig.from_hf(again))
+
+
+@pytest.mark.parametrize("model", ["k3_tiny", "kimi_linear_tiny"])
+def test_export_says_what_the_source_said(model):
+    source, written = raw(model), ModelConfig.from_hf(raw(model)).to_hf()
+
+    def compare(found, expected, path=""):
+        for key in expected.keys() - {"use_cache", "ignore_index", "image_placeholder"}:
+            if isinstance(expected[key], dict):
+                compare(found[key], expected[key], f"{path}{key}.")
+            else:
+                assert found[key] == expected[key], path + key
+
+    compare(written, source)
+
+
+@pytest.mark.parametrize("model", ["kimi_k3", "kimi_linear_48b"])
+def test_shipped_config_is_the_released_one(model):
+    file = CONFIGS / f"{model}.py"
+    assert len(file.read_text().splitlines()) <= 60
+    assert runpy.run_path(str(file))["model"] == ModelConfig.from_hf(DATA / model)
+
+
+def test_from_a_folder_a_file_or_a_mapping():
+    folder = DATA / "k3_tiny"
+    assert ModelConfig.from_hf(folder) == ModelConfig.from_hf(str(folder / "config.json"))
+    assert ModelConfig.from_hf(folder) == ModelConfig.from_hf(raw("k3_tiny"))
+
+
+def test_a_mapping_is_left_as_it_was():
+    source = raw("k3_tiny")
+    before = copy.deepcopy(source)
+    ModelConfig.from_hf(source)
+    assert source == before
+
+
+def test_fields_that_are_easily_mixed_up(k3, linear):
+    assert (k3.gate_lower_bound, linear.gate_lower_bound) == (-5.0, None)
+    assert (k3.use_full_rank_gate, linear.use_full_rank_gate) == (True, False)
+    assert (k3.q_lora_rank, linear.q_lora_rank) == (1536, None)
+    assert (k3.eos_token_id, k3.vision.media_placeholder_token_id) == (163586, 163605)
+    assert (k3.quantized_experts, linear.quantized_experts) == (True, False)
+    assert (linear.hidden_act, linear.routed_scaling_factor, linear.vision) == ("silu", 2.446, None)
+
+
+# ---- refusals -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "model, where, value, message",
+    [
+        ("k3_tiny", "model_type", "llama", "model_type: found 'llama', must be 'kimi_k3' or 'kimi_linear'"),
+        ("k3_tiny", "text_config", None, "text_config: missing"),
+        ("k3_tiny", "tie_embeddings", True, "tie_embeddings: unknown config key"),
+        ("k3_tiny", "text_config.num_expert", 3, "text_config.num_expert: unknown config key"),
+        ("kimi_linear_tiny", "num_expert", 3, "num_expert: unknown config key .value 3."),
+        ("k3_tiny", "text_config.num_experts", None, "num_experts: missing"),
+        ("k3_tiny", "text_config.linear_attn_config", None, "linear_attn_config: missing"),
+        ("k3_tiny", "text_config.linear_attn_config.head_dim", None, "linear_attn_config.head_dim: missing"),
+        (
+            "k3_tiny",
+            "text_config.linear_attn_config.heads",
+            3,
+            "linear_attn_config.heads: unknown config key",
+        ),
+        ("k3_tiny", "text_config.mla_use_nope", False, "mla_use_nope: found False, only True is implemented"),
+        ("k3_tiny", "text_config.num_key_value_heads", 1, "num_key_value_heads: found 1, must equal"),
+        ("k3_tiny", "text_config.tie_word_embeddings", True, "tie_word_embeddings: found True"),
+        ("k3_tiny", "text_config.num_nextn_predict_layers", 1, "num_nextn_predict_layers: found 1"),
+        ("k3_tiny", "text_config.moe_router_activation_func", "softmax", "found 'softmax', only 'sigmoid'"),
+        (
+            "k3_tiny",
+            "text_config.quantization_config.format",
+            "int4",
+            "quantization_config.format: found 'int4'",
+        ),
+        ("k3_tiny", "vision_config.patch_size", None, "vision_config.patch_size: missing"),
+        ("k3_tiny", "vision_config.patches", 3, "vision_config.patches: unknown config key"),
+        ("k3_tiny", "vision_config.norm_type", "layernorm", "vision_config.norm_type: found 'layernorm'"),
+    ],
+)
+def test_a_wrong_released_config(model, where, value, message):
+    source = raw(model)
+    *above, key = where.split(".")
+    node = source
+    for step in above:
+        node = node[step]
+    if value is None:
+        del node[key]
+    else:
+        node[key] = value
+    with pytest.raises(ValueError, match=message) as caught:
+        ModelConfig.from_hf(source)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "changes, message",
+    [
+        ({"model_type": "llama"}, "model_type: found 'llama'"),
+        ({"hidden_act": "gelu"}, "hidden_act: found 'gelu', must be 'situ' or 'silu'"),
+        ({"hidden_size": 0}, "hidden_size: found 0, must be positive"),
+        ({"num_attention_heads": -1}, "num_attention_heads: found -1, must be positive"),
+        ({"kda_layers": (1, 2, 3, 5, 6, 7, 7)}, r"layers \[7\] are missing, extra or listed twice"),
+        ({"kda_layers": (1, 2, 3, 5, 6)}, r"layers \[7\] are missing, extra or listed twice"),
+        ({"full_attn_layers": (4, 8, 9, 10)}, r"layers \[10\] are missing, extra or listed twice"),
+        ({"full_attn_layers": (4, 7, 8, 9)}, r"layers \[7\] are missing, extra or listed twice"),
+        ({"num_experts_per_token": 12}, "num_experts_per_token: found 12, must be below num_experts=12"),
+        ({"num_expert_group": 5}, "num_expert_group: found 5, must divide num_experts=12"),
+        ({"num_expert_group": 4, "topk_group": 5}, "topk_group: found 5, must be between 1 and"),
+        ({"num_expert_group": 4, "topk_group": 1}, "topk_group: found 1, whose groups hold no more than"),
+        ({"gate_lower_bound": 0.0}, "gate_lower_bound: found 0.0, must be negative"),
+        ({"attn_res_block_size": 0}, "attn_res_block_size: found 0, must be positive"),
+        (
+            {"moe_intermediate_size": 48},
+            "moe_intermediate_size: found 48, MXFP4 experts need a multiple of 32",
+        ),
+        ({"routed_expert_hidden_size": 40}, "latent size: found 40, MXFP4 experts need a multiple of 32"),
+    ],
+)
+def test_settings_that_do_not_fit(changes, message):
+    with pytest.raises(ValueError, match=message) as caught:
+        dataclasses.replace(ModelConfig.from_hf(DATA / "k3_tiny"), **changes)
+    assert "\n" not in str(caught.value)
+
+
+def test_files_that_cannot_be_read(tmp_path):
+    with pytest.raises(ValueError, match="none: no such file"):
+        ModelConfig.from_hf(tmp_path / "none")
+    with pytest.raises(ValueError, match="config.json: no such file"):
+        ModelConfig.from_hf(tmp_path)
+    (tmp_path / "config.json").write_text("{")
+    with pytest.raises(ValueError, match="config.json: not valid JSON"):
+        ModelConfig.from_hf(tmp_path)

@@ -1,0 +1,237 @@
+"""The launch scripts in a copy of the tree, mostly with a stand-in for Python, once with the real one."""
+
+import re
+import shutil
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+BASH = shutil.which("bash")
+TOOLS = "basename bash cat cksum cp dirname echo flock grep mkdir rm sleep tail"
+
+# Answers the scripts' questions as a Python of the given version would, notes in `calls` what it was asked to
+# make, and prints its arguments for any other command.
+STAND_IN = """#!{bash}
+folder={folder}
+case "$*" in
+    *sys.stdout.write*) printf '{version}\\t%s\\t%s' "$folder" "$folder/{name}" ;;
+    *"import ensurepip"*) exit {lacks_ensurepip} ;;
+    *"import pip"*) exit {lacks_pip} ;;
+    *"-m venv"*)
+        echo "venv {name}" >>"$folder/calls"
+        mkdir -p "${{@: -1}}/bin"
+        cp "$0" "${{@: -1}}/bin/python" ;;
+    *"-m pip"*)
+        echo "pip" >>"$folder/calls"
+        sleep {pip_seconds}
+        echo "ERROR: no such package"
+        exit {pip_status} ;;
+    *) printf 'job %s' "$PWD"; printf '|%s' "$@" ;;
+esac
+"""
+
+
+class Tree:
+    """A copy of the scripts in a folder with a space in its name, and a PATH of its own to find Python on."""
+
+    def __init__(self, folder: Path):
+        self.root, self.bin, self.elsewhere = folder / "a tree", folder / "bin", folder / "elsewhere"
+        shutil.copytree(ROOT / "launch", self.root / "launch")
+        shutil.copytree(ROOT / ".ci", self.root / ".ci")
+        self.requirements = self.root / "requirements.txt"
+        self.requirements.write_text("# nothing\n")
+        self.venv, self.whole = self.root / ".venv", self.root / ".venv/whole"
+        self.bin.mkdir()
+        self.elsewhere.mkdir()
+        for tool in TOOLS.split():
+            if found := shutil.which(tool):
+                (self.bin / tool).symlink_to(found)
+
+    def python(self, name, version, lacks_ensurepip=0, lacks_pip=0, pip_status=0, pip_seconds=0) -> Path:
+        path = self.bin / name
+        path.write_text(STAND_IN.format(bash=BASH, folder=self.bin, name=name, version=version,
+                                        lacks_ensurepip=lacks_ensurepip, lacks_pip=lacks_pip,
+                                        pip_status=pip_status, pip_seconds=pip_seconds))
+        path.chmod(0o755)
+        return path
+
+    def calls(self) -> list[str]:
+        """What was made since the last time of asking."""
+        noted = self.bin / "calls"
+        made = noted.read_text().splitlines() if noted.exists() else []
+        noted.unlink(missing_ok=True)
+        return made
+
+    def start(self, *args, script="launch/quickstart.sh", **env) -> subprocess.Popen:
+        env = {"PATH": str(self.bin), "HOME": str(self.elsewhere)} | env
+        return subprocess.Popen([BASH, self.root / script, *args], cwd=self.elsewhere, env=env, text=True,
+                                stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+
+    def run(self, *args, **kwargs) -> str:
+        """Last line of the output of a run that must succeed without a word on stderr."""
+        process = self.start(*args, **kwargs)
+        out, err = process.communicate()
+        assert (process.returncode, err) == (0, ""), err
+        return out.splitlines()[-1]
+
+    def error(self, **kwargs) -> str:
+        """The one line on stderr of a run that must fail."""
+        process = self.start(**kwargs)
+        _, err = process.communicate()
+        assert process.returncode != 0 and err.count("\n") == 1 and err.endswith("\n"), err
+        assert not self.whole.exists()
+        return err
+
+
+@pytest.fixture
+def tree(tmp_path):
+    return Tree(tmp_path)
+
+
+def test_arguments_and_working_directory_reach_the_job(tree):
+    tree.python("python3", "3.11.4")
+    assert tree.run("a=1", "b c") == f"job {tree.elsewhere}|{tree.root}/launch/quickstart.py|a=1|b c"
+    assert tree.run("-k", "x y", script="launch/test.sh") == f"job {tree.root}|-m|pytest|-k|x y"
+    assert tree.run(script=".ci/run") == f"job {tree.root}|-m|pytest"
+    assert tree.calls() == ["venv python3", "pip"]
+
+
+def test_first_fit_python_on_the_path(tree):
+    tree.python("python3", "3.10.13")
+    tree.python("python3.11", "3.11.9")
+    tree.python("python3.13", "3.13.1")
+    tree.python("python", "3.12.0")
+    tree.run()
+    assert tree.calls() == ["venv python3.13", "pip"]
+
+
+def test_whole_environment_is_kept_until_python_or_requirements_change(tree):
+    tree.python("python3", "3.11.4")
+    newer = tree.python("python3.12", "3.12.1")
+    tree.run(PYTHON=str(newer))
+    tree.run(PYTHON=str(newer))
+    tree.run()  # a whole environment is used as it is, whatever python3 is
+    tree.run(PYTHON=str(tree.venv / "bin/python"))
+    assert tree.calls() == ["venv python3.12", "pip"]
+    (tree.venv / "added").touch()
+    tree.requirements.write_text("# something else\n")
+    tree.run()
+    tree.run()
+    assert tree.calls() == ["pip"] and (tree.venv / "added").exists()
+    tree.run(PYTHON="python3")
+    assert tree.calls() == ["venv python3", "pip"] and not (tree.venv / "added").exists()
+    tree.python("python3", "3.11.5")  # the system's Python was updated
+    tree.run(PYTHON="python3")
+    assert tree.calls() == ["venv python3", "pip"]
+
+
+def test_half_made_environment_is_made_anew(tree):
+    tree.python("python3", "3.11.4")
+    (tree.venv / "bin").mkdir(parents=True)
+    (tree.venv / "half").touch()
+    shutil.copy(tree.bin / "python3", tree.venv / "bin/python")
+    tree.run()
+    assert tree.calls() == ["venv python3", "pip"] and not (tree.venv / "half").exists()
+
+
+@pytest.mark.parametrize("signal", ["kill", "terminate"])
+def test_interrupted_install_is_retried(tree, signal):
+    tree.python("python3", "3.11.4", pip_seconds=0.5)
+    process = tree.start()
+    assert process.stdout.readline().startswith("creating ")
+    assert process.stdout.readline().startswith("installing ")
+    getattr(process, signal)()
+    process.communicate()
+    assert process.returncode != 0 and not tree.whole.exists()
+    assert tree.run().startswith("job ")
+    assert tree.calls()[-2:] == ["venv python3", "pip"]
+
+
+@pytest.mark.skipif(not shutil.which("flock"), reason="only flock keeps two first starts apart")
+def test_two_starts_at_once_make_one_environment(tree):
+    tree.python("python3", "3.11.4", pip_seconds=0.5)
+    both = [tree.start(), tree.start()]
+    assert all(process.communicate()[0].splitlines()[-1].startswith("job ") for process in both)
+    assert tree.calls() == ["venv python3", "pip"]
+
+
+@pytest.mark.parametrize("line, message", [
+    ("PYTHON={bin}/nowhere", "PYTHON={bin}/nowhere is no program; a Python 3.11 or newer is needed"),
+    ("PYTHON={bin}", "PYTHON={bin} is no program; a Python 3.11 or newer is needed"),
+    ("PYTHON={bin}/cat", "PYTHON={bin}/cat does not run as a Python; a Python 3.11 or newer is needed"),
+    ("PYTHON={bin}/echo", "PYTHON={bin}/echo does not run as a Python (it says: -c import sys); "
+                          "a Python 3.11 or newer is needed"),
+    ("PYTHON={bin}/old", "PYTHON={bin}/old is Python 3.9.18; a Python 3.11 or newer is needed"),
+    ("", "a Python 3.11 or newer is needed, and PATH has no Python at all; "
+         "install one or set PYTHON=/path/to/python"),
+])
+def test_no_fit_python_is_one_line(tree, line, message):
+    tree.python("old", "3.9.18")
+    env = dict([line.format(bin=tree.bin).split("=")]) if line else {}
+    assert tree.error(**env) == f"quickstart.sh: {message.format(bin=tree.bin)}\n"
+    assert not tree.venv.exists()
+
+
+def test_old_pythons_on_the_path_are_named(tree):
+    tree.python("python3", "3.9.18")
+    tree.python("python", "2.7.18")
+    assert "PATH has python3 3.9.18, python 2.7.18;" in tree.error()
+
+
+def test_python_without_ensurepip_uses_its_own_pip(tree):
+    tree.python("python3", "3.11.4", lacks_ensurepip=1)
+    assert tree.run().startswith("job ")
+    assert tree.calls() == ["venv python3", "pip", "pip"]
+
+
+def test_python_without_ensurepip_and_pip_is_one_line(tree):
+    python = tree.python("python3", "3.11.4", lacks_ensurepip=1, lacks_pip=1)
+    assert tree.error() == (f"quickstart.sh: Python 3.11.4 ({python}) lacks venv or pip; "
+                            "add them (on Debian: python3-venv) or set PYTHON\n")
+
+
+def test_failing_install_is_one_line_and_is_retried(tree):
+    python = tree.python("python3", "3.11.4", pip_status=1)
+    assert tree.error() == (
+        f"quickstart.sh: installing requirements.txt with Python 3.11.4 ({python}) failed: "
+        f"ERROR: no such package; the log is {tree.venv}/install.log\n")
+    tree.python("python3", "3.11.4")
+    assert tree.run().startswith("job ")
+    assert tree.calls() == ["venv python3", "pip"] * 2
+    # A whole environment that fails to take new requirements is whole no more.
+    shutil.copy(tree.python("python3", "3.11.4", pip_status=1), tree.venv / "bin/python")
+    tree.requirements.write_text("# something else\n")
+    assert "ERROR: no such package" in tree.error()
+    assert tree.calls() == ["pip"]
+
+
+def test_folder_that_cannot_be_written_is_one_line(tree):
+    tree.python("python3", "3.11.4")
+    (tree.bin / "mkdir").unlink()
+    (tree.bin / "mkdir").symlink_to(shutil.which("false"))  # as any mkdir would, for want of rights or space
+    assert f"quickstart.sh: cannot make {tree.venv} anew" in tree.error()
+
+
+def test_real_python_and_pip(tree):
+    pytest.importorskip("ensurepip", reason="this Python cannot make an environment without a download")
+    (tree.root / "launch/quickstart.py").write_text(
+        "import sys, os; print(sys.prefix, sys.argv[1:], os.environ['PYTHONPATH'])")
+    here = {"PYTHON": sys.executable}
+    expected = f"{tree.venv} ['x'] {tree.root}"
+    assert tree.run("x", **here) == expected
+    made = tree.whole.stat().st_mtime_ns
+    assert tree.run("x", **here) == tree.run("x") == expected
+    assert tree.whole.stat().st_mtime_ns == made
+    tree.requirements.write_text("-r missing.txt\n")
+    assert re.search(r"failed: ERROR: Could not open requirements file: .*missing.txt", tree.error(**here))
+
+
+def test_package_and_launch_scripts_ask_for_the_same_versions():
+    lines = (ROOT / "requirements.txt").read_text().splitlines()
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    wanted = project["dependencies"] + project["optional-dependencies"]["test"]
+    assert [line for line in lines if not line.startswith("#")] == wanted
