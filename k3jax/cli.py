@@ -225,6 +225,6 @@ def _parse(argv: list[str]):
 
 def _condense(box: str) -> str:
     """What tyro says in a box of several lines, as one line without title and pointers to the help."""
-    _, _, body = box.partition("\n")
-    text = " ".join(re.sub(r"\x1b\[[\d;]*m|[\u2500-\u257f]|-{3,}", " ", body).split())
+    _, _, body = re.sub(r"\x1b\[[\d;]*m", "", box).partition("\n")
+    text = " ".join(re.sub("[\u2500-\u257f]|-{3,}", " ", body).split())
     return re.split(r" (?:Argument helptext|For full helptext)", text)[0]

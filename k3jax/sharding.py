@@ -80,6 +80,11 @@ def spec(logical: Sequence[str | None], shape: Sequence[int], mesh) -> P:
     return P(*parts)
 
 
+def ways(name: str, mesh) -> int:
+    """Parts a logical axis is split into; 1 without a mesh."""
+    return 1 if mesh is None else math.prod(mesh.shape[axis] for axis in RULES[name])
+
+
 def current_mesh():
     """The mesh of the surrounding `jax.set_mesh`, or None: on one device nothing is split."""
     mesh = jax.sharding.get_abstract_mesh()

@@ -54,11 +54,11 @@ find_python() {
     fail "$needed, and PATH has ${old:-no Python at all}; install one or set PYTHON=/path/to/python"
 }
 
-# logged WHAT COMMAND...: runs the command into the log; a failure is one line with the last error in the log.
+# logged WHAT COMMAND...: runs the command into a new log; a failure is one line with the last error in it.
 logged() {
     local what=$1 reason
     shift
-    if ! "$@" >>"$install_log" 2>&1; then
+    if ! "$@" >"$install_log" 2>&1; then
         reason=$(grep -iE '^[a-z.]*error: ' "$install_log" | tail -n 1) || true
         fail "$what with Python $version ($python) failed${reason:+: $reason}; the log is $install_log"
     fi
@@ -70,9 +70,9 @@ make_venv() {
     if ! { rm -rf -- "$venv" && mkdir -- "$venv"; } 2>/dev/null; then
         fail "cannot make $venv anew: no right to write there, or no space"
     fi
-    if "$python" -P -c 'import ensurepip, venv' 2>>"$install_log"; then
+    if "$python" -P -c 'import ensurepip, venv' 2>/dev/null; then
         logged "creating .venv" "$python" -P -m venv "$venv"
-    elif "$python" -P -c 'import pip, venv' 2>>"$install_log"; then
+    elif "$python" -P -c 'import pip, venv' 2>/dev/null; then
         # Some systems ship ensurepip apart; their own pip can put one into the environment.
         logged "creating .venv" "$python" -P -m venv --without-pip "$venv"
         logged "creating .venv" "$python" -P -m pip --python "$venv/bin/python" install --quiet pip
@@ -94,7 +94,6 @@ prepare() {
     if [[ $made_from != "$wanted" ]]; then
         if [[ $made_from == "$interpreter, "* ]]; then
             rm -- "$venv/whole" # only the requirements are new: what the user added stays
-            : >"$install_log"
         else
             make_venv
         fi

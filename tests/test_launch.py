@@ -30,7 +30,10 @@ case "$*" in
         sleep {pip_seconds}
         echo "ERROR: no such package"
         exit {pip_status} ;;
-    *) printf 'job %s' "$PWD"; printf '|%s' "$@" ;;
+    *)
+        if (: <&9) 2>/dev/null; then echo "the job keeps the lock" >&2; fi
+        printf 'job %s' "$PWD"
+        printf '|%s' "$@" ;;
 esac
 """
 
@@ -126,6 +129,9 @@ def test_whole_environment_is_kept_until_python_or_requirements_change(tree):
     assert tree.calls() == ["venv python3", "pip"] and not (tree.venv / "added").exists()
     tree.python("python3", "3.11.5")  # the system's Python was updated
     tree.run(PYTHON="python3")
+    assert tree.calls() == ["venv python3", "pip"]
+    (tree.venv / "bin/python").unlink()  # the Python it was made with is gone
+    tree.run()
     assert tree.calls() == ["venv python3", "pip"]
 
 

@@ -23,7 +23,7 @@ from orbax.checkpoint import v1 as ocp
 logging.getLogger("absl").addFilter(lambda record: f"{os.sep}orbax{os.sep}" not in record.pathname)
 
 _TEMPORARY = ".orbax-checkpoint-tmp"  # suffix of a step that is not whole
-_COMMITTED = ("_CHECKPOINT_METADATA", "commit_success.txt")  # the last is written last, before the step's name
+_COMMITTED = ("_CHECKPOINT_METADATA", "commit_success.txt")  # what a whole step holds besides its arrays
 
 
 class CheckpointError(ValueError):
@@ -88,11 +88,13 @@ class Checkpoints:
         newest = self.latest()
         if newest is not None and step <= newest:
             raise CheckpointError(f"{self.folder}: cannot save step {step}, it already holds step {newest}")
-        if broken := set(_step_folders(self.folder)) - set(self.steps()):
-            raise CheckpointError(f"{self.folder / str(min(broken))}: not a whole checkpoint; remove it first")
+        for folder in _step_folders(self.folder):
+            if newest is None or folder > newest:  # Orbax would keep it as the newest, and drop this save
+                raise CheckpointError(f"{self.folder}/{folder}: not a whole checkpoint; remove it first")
         for name, leaf in _leaves(state).items():
-            if not isinstance(leaf, (jax.Array, np.ndarray)) or not leaf.size:
-                raise CheckpointError(f"{self.folder}: '{name}' cannot be saved, only non-empty arrays can")
+            array = isinstance(leaf, (jax.Array, np.ndarray)) and leaf.size
+            if not array or jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.extended):
+                raise CheckpointError(f"{self.folder}: '{name}' cannot be saved, only non-empty number arrays can")
         try:
             if self._orbax is None:
                 self._orbax = ocp.training.Checkpointer(
@@ -162,6 +164,7 @@ class Checkpoints:
 
     def discard_after(self, step: int) -> None:
         """Deletes the checkpoints after `step`: a run that goes back to it will write its own."""
+        self.close()
         for later in self.steps():
             if later > step:
                 # Renamed first: a deletion that is cut short leaves no half checkpoint under a step's name.
@@ -172,12 +175,13 @@ class Checkpoints:
         if step not in self.steps():
             found = ", ".join(map(str, self.steps())) or "none"
             raise CheckpointError(f"{self.folder}: no whole checkpoint of step {step}; found {found}")
+        path = self.folder / str(step)
         try:
-            metadata = ocp.metadata(self.folder / str(step))
+            metadata = ocp.metadata(path)
         except Exception as error:
-            raise CheckpointError(f"{self.folder / str(step)}: cannot be read ({_reason(error)})") from error
+            raise CheckpointError(f"{path}: cannot be read ({_reason(error)})") from error
         if not _leaves(metadata.metadata):  # Orbax shrugs off damaged indices here
-            raise CheckpointError(f"{self.folder / str(step)}: cannot be read (its arrays are missing or damaged)")
+            raise CheckpointError(f"{path}: cannot be read (its arrays are missing or damaged)")
         return metadata
 
     def _failed(self, step: int, error: Exception) -> CheckpointError:
@@ -198,7 +202,7 @@ def _steps(folder: Path) -> list[int]:
 
 
 def _step_folders(folder: Path) -> list[int]:
-    """What Orbax takes for checkpoints: it trusts the name of a folder, which one copied in part has as well."""
+    """What Orbax takes for checkpoints: it trusts a folder's name, which one copied in part has as well."""
     if not folder.is_dir():
         return []
     return sorted(found.step for found in ocp.path.step.standard_name_format().find_all(folder))

@@ -99,12 +99,12 @@ class RunLog:
         figure = Figure(figsize=(8, 7), layout="constrained")
         top, bottom = figure.subplots(2, 1, sharex=True)
         figure.suptitle(title)
-        top.plot(steps, _floats(lines, "loss"), label="model")
+        top.plot(steps, [line["loss"] for line in lines], label="model")
         if bigram_loss is not None:
             top.axhline(bigram_loss, color="gray", linestyle="--", label=f"bigram, {bigram_loss:.3f}")
         top.set_ylabel("loss [nats per token]")
         top.legend()
-        bottom.plot(steps, _floats(lines, "expert_load"))
+        bottom.plot(steps, [line["expert_load"] for line in lines])
         bottom.axhline(1.0, color="gray", linewidth=0.8)
         bottom.set_ylabel("expert load, max / mean")
         bottom.set_xlabel("step")
@@ -148,7 +148,3 @@ def _keep_until(path: Path, step: int) -> None:
     temporary = path.with_name(path.name + ".tmp")
     temporary.write_text("".join(json.dumps(line) + "\n" for line in _read(path) if line["step"] <= step))
     os.replace(temporary, path)
-
-
-def _floats(lines: list[dict], key: str) -> list[float]:
-    return [math.nan if line.get(key) is None else line[key] for line in lines]

@@ -23,12 +23,16 @@ GRID = {
 both_formats = pytest.mark.parametrize("fmt", list(ELEMENTS))
 both_rules = pytest.mark.parametrize("rule", ["even", "floor"])
 every_float = pytest.mark.parametrize("dtype", ["float32", "float64", "bfloat16"])
-prop = settings(max_examples=60, deadline=None, derandomize=True)
+prop = settings(max_examples=40, deadline=None, derandomize=True)
 
 
 def bits(array):
     array = np.asarray(array)
     return array.view(f"u{array.itemsize}")
+
+
+def normal(seed, shape, dtype):
+    return jnp.asarray(np.random.default_rng(seed).standard_normal(shape).astype(jnp.dtype(dtype)))
 
 
 def assert_same_bits(a, b):
@@ -42,7 +46,7 @@ def blocks(draw, dtype, low=-160, high=128):
     top = draw(st.integers(low, high))
     spread = draw(st.integers(0, 40))
     digits = draw(st.integers(1, 60))
-    zeros = draw(st.sampled_from([0.0, 0.1, 1.0]))
+    zeros = draw(st.sampled_from([0.0, 0.1, 0.97]))
     rng = np.random.default_rng(draw(st.integers(0, 2**32)))
     mantissa = np.ceil(rng.random((2, 96)) * 2.0**digits) / 2.0**digits
     x = np.ldexp(mantissa, top - rng.integers(0, spread + 1, (2, 96)))
@@ -168,7 +172,7 @@ def test_elements_round_to_even_and_saturate(fmt):
 @both_formats
 @both_rules
 def test_zero_and_subnormal_blocks(fmt, rule):
-    zeros = jnp.zeros(64, jnp.float32).at[::2].set(-0.0)
+    zeros = jnp.asarray(np.tile(np.array([-0.0, 0.0], np.float32), 32))
     codes, scale = mx.quantize(zeros, fmt, rule)
     np.testing.assert_array_equal(scale, [0, 0])
     assert_same_bits(mx.dequantize(codes, scale), zeros)
@@ -195,12 +199,14 @@ def test_scales_are_clamped_to_their_range(fmt, rule):
 @both_rules
 @every_float
 def test_a_non_finite_value_makes_its_block_nan(fmt, rule, dtype):
-    x = jnp.ones((4, 64), dtype).at[:, 3].set(jnp.array([np.nan, -np.nan, np.inf, -np.inf], dtype))
+    x = np.ones((4, 64), jnp.dtype(dtype))
+    x[:, 3] = np.nan, -np.nan, np.inf, -np.inf
+    x = jnp.asarray(x)
     _, scale = mx.quantize(x, fmt, rule)
     np.testing.assert_array_equal(np.asarray(scale) == 0xFF, [[True, False]] * 4)
     expected = np.ones((4, 64))
     expected[:, :32] = np.nan
-    np.testing.assert_array_equal(mx.fake_quant(x, fmt, rule).astype(jnp.float64), expected)
+    np.testing.assert_array_equal(np.asarray(mx.fake_quant(x, fmt, rule), np.float64), expected)
 
 
 @both_formats
@@ -260,16 +266,13 @@ def test_quantised_values_quantise_to_themselves(fmt, rule, dtype):
 @pytest.mark.parametrize(("fmt", "rule"), [("mxfp4", "even"), ("mxfp8", "floor")])
 @every_float
 def test_fake_quant_is_quantised_forward_and_identity_backward(fmt, rule, dtype):
-    x = jax.random.normal(jax.random.key(0), (3, 4, 64), dtype)
-    weight = jax.random.normal(jax.random.key(1), (3, 4, 64), dtype)
+    x, weight = normal(0, (3, 4, 64), dtype), normal(1, (3, 4, 64), dtype)
     expected = mx.dequantize(*mx.quantize(x, fmt, rule), dtype)
     assert (np.asarray(expected) != np.asarray(x)).mean() > 0.5
     fake = partial(mx.fake_quant, fmt=fmt, scale_rule=rule)
     assert_same_bits(fake(x), expected)
     assert_same_bits(jax.jit(fake)(x), expected)
     assert_same_bits(jax.vmap(fake)(x), expected)
-    with jax.disable_jit():
-        assert_same_bits(fake(x), expected)
 
     value, tangent = jax.jvp(fake, (x,), (weight,))
     assert_same_bits(value, expected)
@@ -286,9 +289,20 @@ def test_fake_quant_is_quantised_forward_and_identity_backward(fmt, rule, dtype)
     assert_same_bits(square, jax.grad(lambda q: (q * q * weight).sum())(expected))
 
 
+def test_same_bits_without_compilation():
+    x = normal(0, (3, 64), "float32")
+    with jax.disable_jit():
+        codes, scale = mx.quantize(x)
+        fake = mx.fake_quant(x)
+    expected = mx.quantize(x)
+    np.testing.assert_array_equal(code_bits(codes), code_bits(expected[0]))
+    np.testing.assert_array_equal(scale, expected[1])
+    assert_same_bits(fake, mx.fake_quant(x))
+
+
 def test_fake_quant_inside_shard_map():
     mesh = jax.make_mesh((4, 2), ("expert", "tensor"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
-    x = jax.random.normal(jax.random.key(0), (8, 4, 64), jnp.float32)
+    x = normal(0, (8, 4, 64), "float32")
     spec = P("expert", None, "tensor")
 
     def body(x):
@@ -334,7 +348,7 @@ def test_round_through_special_values_and_gradient():
     half = special.astype(jnp.bfloat16)
     assert_same_bits(mx.round_through(half, jnp.float32), half)
 
-    x, weight = jax.random.normal(jax.random.key(0), (2, 50), jnp.float32)
+    x, weight = normal(0, (50,), "float32"), normal(1, (50,), "float32")
     grad = jax.grad(lambda x: (mx.round_through(x, jnp.bfloat16) * weight).sum())(x)
     assert_same_bits(grad, weight)
 

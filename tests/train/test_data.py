@@ -235,7 +235,7 @@ def test_documents_come_from_files(tmp_path):
 
 
 def test_bigram_by_hand():
-    # Pairs ab, ab, ba, ba, ac: n(a) = 3 and n(b) = 2 as first bytes; b 2, a 2 and c 1 as second bytes, 5 in all.
+    # Pairs ab, ab, ba, ba, ac: a first in 3 and b in 2; b second in 2, a in 2 and c in 1 of 5.
     train = ByteDataset([b"ababa", b"ac"], seq_len=4, batch_size=1)
     held = ByteDataset([b"ab", b"cc"], seq_len=3, batch_size=1)
     a, b, c = 3 / 261, 3 / 261, 2 / 261

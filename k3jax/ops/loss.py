@@ -1,0 +1,51 @@
+"""Next-token cross-entropy that never holds the logits of a whole batch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+
+from k3jax.ops.kda import accumulator
+
+
+def token_losses(logits: Array, targets: Array) -> Array:
+    """-log softmax(logits)[target] in nats, in float32 (float64 for float64): [B,T,vocab], [B,T] -> [B,T]."""
+    logits = logits.astype(accumulator(logits.dtype))
+    chosen = jnp.take_along_axis(logits, targets[..., None], axis=-1)[..., 0]
+    return jax.nn.logsumexp(logits, axis=-1) - chosen
+
+
+def cross_entropy(
+    hidden: Array, unembed: Callable[[Array], Array], targets: Array, weights: Array, chunk: int = 256
+) -> Array:
+    """sum_t weights_t (-log softmax(unembed(hidden_t))[targets_t]), `chunk` positions of every row at a time.
+
+    The backward pass computes each chunk's logits anew.
+
+    Args:
+        hidden: [B,T,D]. unembed: [B,C,D] -> [B,C,vocab]. targets: [B,T] int. weights: [B,T], 0 where nothing is learnt.
+
+    Returns:
+        The weighted sum in float32 (float64 for float64 hidden).
+
+    Example:
+        >>> total = cross_entropy(out.hidden, head, targets, weights)
+        >>> loss = total / jnp.sum(weights)
+    """
+    B, T, _ = hidden.shape
+    dtype = accumulator(hidden.dtype)
+    chunk = min(chunk, T)
+    hidden, targets, weights = (
+        jnp.moveaxis(jnp.pad(x, ((0, 0), (0, -T % chunk)) + ((0, 0),) * (x.ndim - 2)).reshape(B, -1, chunk, *x.shape[2:]), 1, 0)
+        for x in (hidden, targets, weights.astype(dtype))
+    )
+
+    @jax.checkpoint
+    def step(total, part):
+        hidden, targets, weights = part
+        return total + jnp.sum(weights * token_losses(unembed(hidden), targets)), None
+
+    return lax.scan(step, jnp.zeros((), dtype), (hidden, targets, weights))[0]

@@ -1,0 +1,159 @@
+"""One training step: loss, gradients, optimizer, and the router's balancing, as one jitted function."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import flax
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import optax
+from jax import Array, lax
+
+from k3jax.nn.model import K3
+from k3jax.nn.moe import RouterStats
+from k3jax.ops.loss import cross_entropy
+from k3jax.ops.router import quantile_bias_from_histogram
+from k3jax.run_config import RunConfig
+from k3jax.sharding import current_mesh, spec, tree_shardings, ways
+from k3jax.train.optim import make_optimizer
+
+
+@flax.struct.dataclass
+class TrainState:
+    """Everything a step changes: `step` int32, `params`, `router` (biases), `opt_state`."""
+
+    step: Array
+    params: Any
+    router: Any
+    opt_state: Any
+
+    @property
+    def variables(self) -> dict[str, Any]:
+        """What `K3.apply` takes."""
+        return {"params": self.params, "router": self.router}
+
+
+def make_model(config: RunConfig) -> K3:
+    """The model as it is trained: with QAT, experts fake-quantised to MXFP4 and their inputs to MXFP8."""
+    return K3(
+        config.model,
+        dtype=jnp.dtype(config.train.dtype),
+        experts="qat" if config.train.qat else "dequantized",
+        mxfp8_inputs=config.train.qat,
+        remat=config.train.remat,
+    )
+
+
+def init_variables(model: K3, key: Array):
+    """`model.init` on the smallest batch the current mesh can split; leaves carry their logical axes."""
+    mesh = current_mesh()
+    tokens = jnp.zeros((ways("batch", mesh), 2 * ways("seq", mesh)), jnp.int32)
+    variables = model.init(key, tokens)
+    return {name: variables[name] for name in ("params", "router") if name in variables}
+
+
+def init_state(config: RunConfig, mesh) -> tuple[TrainState, TrainState]:
+    """A new state, created in its place on the mesh, and its shardings. Optimizer state lies as its parameter does.
+
+    Call within `jax.set_mesh(mesh)`.
+    """
+    abstract, shardings = abstract_state(config, mesh)
+    del abstract
+    return jax.jit(lambda: nn.unbox(_boxed_state(config)), out_shardings=shardings)(), shardings
+
+
+def abstract_state(config: RunConfig, mesh) -> tuple[TrainState, TrainState]:
+    """Shapes (with shardings) and shardings of the state, without making it."""
+    boxed = jax.eval_shape(lambda: _boxed_state(config))
+    shardings = tree_shardings(boxed, mesh)
+    abstract = jax.tree.map(
+        lambda x, sharding: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), nn.unbox(boxed), shardings
+    )
+    return abstract, shardings
+
+
+def _boxed_state(config: RunConfig) -> TrainState:
+    variables = init_variables(make_model(config), jax.random.key(config.train.seed))
+    opt_state = make_optimizer(config.train).init(variables["params"])
+    return TrainState(jnp.zeros((), jnp.int32), variables["params"], variables.get("router", {}), opt_state)
+
+
+def batch_loss(model: K3, params, router, batch: dict[str, Array], total_weight: Array) -> tuple[Array, Any]:
+    """sum_t weight_t loss_t / total_weight in nats, and the router's statistics.
+
+    `batch`: tokens, targets, segment_ids [B,T] int32 and weights [B,T] (0 where a position is not learnt).
+    """
+    variables = {"params": params, "router": router}
+    out = model.apply(variables, batch["tokens"], segment_ids=batch["segment_ids"])
+    head = lambda hidden: model.apply(variables, hidden, method="unembed")  # noqa: E731
+    loss = cross_entropy(out.hidden, head, batch["targets"], batch["weights"])
+    return loss / total_weight.astype(loss.dtype), out.router
+
+
+def make_train_step(config: RunConfig, shardings: TrainState):
+    """The jitted step: (state, batch) -> (state, metrics), the state donated.
+
+    The batch is split into `grad_accum` micro-batches one after the other; the loss is the mean over all learnt tokens of
+    the whole batch and Quantile Balancing sees them all, so the result does not depend on the split but for rounding.
+    Metrics: loss (nats a token), grad_norm (before clipping), expert_load (largest load of an expert over the mean, in
+    the worst layer), tokens (learnt).
+    """
+    model, optimizer, accum = make_model(config), make_optimizer(config.train), config.train.grad_accum
+
+    def step(state: TrainState, batch: dict[str, Array]):
+        total = jnp.sum(batch["weights"])
+        micro = jax.tree.map(lambda x: x.reshape(accum, -1, *x.shape[1:]), batch)
+        grad = jax.value_and_grad(lambda params, part: batch_loss(model, params, state.router, part, total), has_aux=True)
+
+        def add(sums, part):
+            (loss, stats), gradients = grad(state.params, part)
+            return jax.tree.map(jnp.add, sums, (loss, gradients, stats)), None
+
+        shapes = jax.eval_shape(grad, state.params, jax.tree.map(lambda x: x[0], micro))
+        (loss, stats), gradients = shapes
+        zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), (loss, gradients, stats))
+        (loss, gradients, stats), _ = lax.scan(add, zeros, micro)
+
+        updates, opt_state = optimizer.update(gradients, state.opt_state, state.params)
+        params = optax.apply_updates(state.params, updates)
+        router = state.router
+        if config.train.quantile_balancing:
+            router = balanced(state.router, stats, config.model.num_experts_per_token)
+        metrics = {
+            "loss": loss,
+            "grad_norm": optax.global_norm(gradients),
+            "expert_load": worst_load(stats),
+            "tokens": jnp.sum(batch["weights"] > 0),
+        }
+        return TrainState(state.step + 1, params, router, opt_state), metrics
+
+    return jax.jit(step, donate_argnums=0, out_shardings=(shardings, None))
+
+
+def balanced(router, stats, k: int):
+    """Next router biases from this step's statistics (Quantile Balancing); they take effect in the next step."""
+    update = jax.vmap(lambda histogram, bias: quantile_bias_from_histogram(histogram, bias, k))
+    is_stats = lambda x: isinstance(x, RouterStats)  # noqa: E731
+    return jax.tree.map(
+        lambda s, layer: {"e_score_correction_bias": update(s.histogram, layer["e_score_correction_bias"])},
+        stats,
+        router,
+        is_leaf=is_stats,
+    )
+
+
+def worst_load(stats) -> Array:
+    """max over MoE layers of (largest expert load / mean expert load)."""
+    loads = [s.load.astype(jnp.float32) for s in jax.tree.leaves(stats, is_leaf=lambda x: isinstance(x, RouterStats))]
+    ratios = [jnp.max(jnp.max(x, axis=-1) / jnp.maximum(jnp.mean(x, axis=-1), 1e-9)) for x in loads]
+    return jnp.max(jnp.stack(ratios))
+
+
+def shard_batch(batch: dict, mesh) -> dict[str, Array]:
+    """Host arrays [B,T] to the mesh, rows over the batch axes."""
+    return {
+        name: jax.device_put(x, jax.sharding.NamedSharding(mesh, spec(("batch", None), x.shape, mesh)))
+        for name, x in batch.items()
+    }
