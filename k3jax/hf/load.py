@@ -57,8 +57,9 @@ def load_hf(
     if problems:
         raise CheckpointError(f"{checkpoint.path}: {describe(problems)}")
 
-    shardings = {}
+    shardings, replicated = {}, None
     if mesh is not None:
+        replicated = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
         from k3jax.sharding import model_shardings
 
         shardings = flatten_dict(model_shardings(cfg, mesh, experts=experts))
@@ -76,7 +77,7 @@ def load_hf(
             for r in range(leaf.repeats):
                 _read(checkpoint, leaf, r, value[r])
             value = value.reshape(leaf.tree_shape)
-        flat[path] = jax.device_put(value, shardings[path] if mesh is not None else None)
+        flat[path] = jax.device_put(value, shardings.get(path, replicated))
     return unflatten_dict(flat)
 
 

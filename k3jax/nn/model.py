@@ -16,7 +16,7 @@ from k3jax.nn.layers import DenseFFN, Policy, rms_norm, weight
 from k3jax.nn.mixers import KimiDeltaAttention, LatentAttention
 from k3jax.nn.moe import LatentMoE
 from k3jax.ops.attnres import attnres_mix
-from k3jax.sharding import constrain
+from k3jax.sharding import constrain, current_mesh, ways
 
 
 @flax.struct.dataclass
@@ -216,3 +216,11 @@ class K3(nn.Module):
         """lm_head(RMSNorm(hidden)): [..., T, D] -> [..., T, vocab]."""
         normed = rms_norm(hidden, self.norm, self.cfg.rms_norm_eps)
         return constrain(jnp.einsum("btd,vd->btv", normed, self.lm_head), "batch", None, "vocab")
+
+
+def init_variables(model: K3, key: Array):
+    """`model.init` on the smallest batch the current mesh can split; leaves carry their logical axes."""
+    mesh = current_mesh()
+    tokens = jnp.zeros((ways("batch", mesh), 2 * ways("seq", mesh)), jnp.int32)
+    variables = model.init(key, tokens)
+    return {name: variables[name] for name in ("params", "router") if name in variables}

@@ -94,11 +94,15 @@ class Checkpoints:
         for name, leaf in _leaves(state).items():
             array = isinstance(leaf, (jax.Array, np.ndarray)) and leaf.size
             if not array or jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.extended):
-                raise CheckpointError(f"{self.folder}: '{name}' cannot be saved, only non-empty number arrays can")
+                raise CheckpointError(f"{self.folder}: cannot save '{name}', only non-empty number arrays")
         try:
             if self._orbax is None:
+                context = ocp.Context()
+                # Replicas share the writing of large arrays only: each shape they cut costs a compilation.
+                context.array.saving.min_slice_bytes_for_replica_parallel = 2**26
                 self._orbax = ocp.training.Checkpointer(
                     self.folder,
+                    context=context,
                     preservation_policy=ocp.training.preservation_policies.LatestN(self.keep),
                     cleanup_tmp_directories=True,
                 )
@@ -154,7 +158,7 @@ class Checkpoints:
             abstract_state,
         )
         context = ocp.Context()
-        context.pytree_options.loading.partial_load = partial
+        context.pytree.loading.partial_load = partial
         try:
             with context:
                 state = ocp.load(path, placed)

@@ -11,12 +11,12 @@ import jax.numpy as jnp
 import optax
 from jax import Array, lax
 
-from k3jax.nn.model import K3
+from k3jax.nn.model import K3, init_variables
 from k3jax.nn.moe import RouterStats
 from k3jax.ops.loss import cross_entropy
 from k3jax.ops.router import quantile_bias_from_histogram
 from k3jax.run_config import RunConfig
-from k3jax.sharding import current_mesh, spec, tree_shardings, ways
+from k3jax.sharding import spec, tree_shardings
 from k3jax.train.optim import make_optimizer
 
 
@@ -44,14 +44,6 @@ def make_model(config: RunConfig) -> K3:
         mxfp8_inputs=config.train.qat,
         remat=config.train.remat,
     )
-
-
-def init_variables(model: K3, key: Array):
-    """`model.init` on the smallest batch the current mesh can split; leaves carry their logical axes."""
-    mesh = current_mesh()
-    tokens = jnp.zeros((ways("batch", mesh), 2 * ways("seq", mesh)), jnp.int32)
-    variables = model.init(key, tokens)
-    return {name: variables[name] for name in ("params", "router") if name in variables}
 
 
 def init_state(config: RunConfig, mesh) -> tuple[TrainState, TrainState]:

@@ -91,6 +91,7 @@ def test_a_terminal_gets_one_line_that_changes(tmp_path, monkeypatch):
         write(log, 20)
         write(log, 30)
     shown = [line.strip() for line in stream.getvalue().split("\r")]
+    assert {line[:10] for line in shown if line} == {"step 10/40", "step 20/40", "step 30/40"}
     assert any(line.startswith("step 10/40, ? left |") for line in shown)
     (last,) = {line for line in shown if line.startswith("step 30/40")}
     assert last.startswith("step 30/40, loss 2.500, 12,346 tok/s, grad 0.5, load 1.50, 00:0")

@@ -1,0 +1,1 @@
+"""Running a model: generation from a prompt."""

@@ -1,0 +1,104 @@
+"""Text from a prompt, one token at a time through the cache."""
+
+from __future__ import annotations
+
+import codecs
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+
+from k3jax.cache import init_cache
+from k3jax.hf import load_hf
+from k3jax.nn.model import K3
+from k3jax.serve.sampler import sample
+from k3jax.train.data import ByteTokenizer, check_tokens
+from k3jax.train.loop import restore_weights
+
+PROMPT_MULTIPLE = 32  # prompts are padded to a multiple of this, so that few lengths are compiled
+
+
+def load_model(
+    checkpoint: str | Path, experts: str = "packed", mxfp8_inputs: bool = True
+) -> tuple[K3, dict]:
+    """(model, variables) of a released checkpoint, or of a run's, which keeps its high-precision weights.
+
+    Raises:
+        ValueError: neither kind of checkpoint, or one without packed experts asked for `experts="packed"`.
+    """
+    if (Path(checkpoint) / "config.json").is_file():
+        variables = load_hf(checkpoint, experts=experts)
+        from k3jax.config import ModelConfig
+
+        return K3(ModelConfig.from_hf(checkpoint), experts=experts, mxfp8_inputs=mxfp8_inputs), variables
+    cfg, variables, meta = restore_weights(checkpoint)
+    # A run's weights are not packed; used as they were trained they give what their export gives packed.
+    qat = meta.get("train", {}).get("qat", False)
+    return K3(cfg, experts="qat" if qat else "dequantized", mxfp8_inputs=qat and mxfp8_inputs), variables
+
+
+def generate_tokens(
+    model: K3,
+    variables: dict,
+    prompt: np.ndarray,
+    max_tokens: int,
+    temperature: float = 0.8,
+    top_k: int = 0,
+    top_p: float = 1.0,
+    seed: int = 0,
+) -> Iterator[int]:
+    """Yields up to `max_tokens` token ids that continue `prompt` [T] int, until the model's end token.
+
+    Example:
+        >>> list(generate_tokens(model, variables, ByteTokenizer.encode("def "), 5, temperature=0.0))
+        [115, 101, 108, 102, 44]
+    """
+    cfg = model.cfg
+    if prompt.size == 0:
+        raise ValueError("prompt: found no tokens, must hold at least one")
+    check_tokens(prompt, cfg.vocab_size)
+    pad = -prompt.size % PROMPT_MULTIPLE
+    tokens = jnp.asarray(np.pad(prompt, (pad, 0)), jnp.int32)[None]
+    mask = jnp.asarray(np.arange(tokens.shape[1]) >= pad, jnp.int32)[None]
+
+    @partial(jax.jit, donate_argnums=3)
+    def advance(variables, tokens, mask, cache, key) -> tuple[Array, object]:
+        out = model.apply(variables, tokens, mask, cache=cache)
+        return sample(out.logits[:, -1], key, temperature, top_k, top_p), out.cache
+
+    cache = init_cache(cfg, 1, tokens.shape[1] + max_tokens, model.dtype)
+    one = jnp.ones((1, 1), jnp.int32)
+    for key in jax.random.split(jax.random.key(seed), max_tokens):
+        token, cache = advance(variables, tokens, mask, cache, key)
+        if int(token[0]) == cfg.eos_token_id:
+            return
+        yield int(token[0])
+        tokens, mask = token[:, None], one
+
+
+def generate_text(
+    checkpoint: str | Path,
+    prompt: str,
+    max_tokens: int = 200,
+    temperature: float = 0.8,
+    top_k: int = 0,
+    top_p: float = 1.0,
+    seed: int = 0,
+    experts: str = "packed",
+    mxfp8_inputs: bool = True,
+) -> Iterator[str]:
+    """Yields pieces of text that continue `prompt`, for a model whose tokens are bytes."""
+    model, variables = load_model(checkpoint, experts, mxfp8_inputs)
+    if model.cfg.vocab_size != ByteTokenizer.vocab_size:
+        raise ValueError(
+            f"{checkpoint}: vocab_size={model.cfg.vocab_size}, text needs a byte model ({ByteTokenizer.vocab_size})"
+        )
+    decoder = codecs.getincrementaldecoder("utf-8")("replace")
+    prompt_ids = ByteTokenizer.encode(prompt)
+    for token in generate_tokens(model, variables, prompt_ids, max_tokens, temperature, top_k, top_p, seed):
+        yield decoder.decode(bytes([token]))
+    yield decoder.decode(b"", True)

@@ -1,0 +1,188 @@
+"""A training run from its configuration: data, steps, log, checkpoints, evaluation."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from k3jax.config import ModelConfig
+from k3jax.nn.model import K3, init_variables
+from k3jax.run_config import RunConfig
+from k3jax.sharding import make_mesh
+from k3jax.train import step as training
+from k3jax.train.checkpoint import Checkpoints, resolve
+from k3jax.train.data import ByteDataset, bigram_nats, find_text, split_files
+from k3jax.train.log import RunLog
+
+
+class Diverged(ValueError):
+    """A loss or gradient norm that is NaN or infinite; names the step and the last good checkpoint."""
+
+
+@dataclass(frozen=True)
+class Result:
+    """What a run ended with: losses in nats per byte, over `eval_bytes` held-out bytes."""
+
+    step: int
+    train_loss: float
+    held_out_loss: float
+    bigram_loss: float
+    eval_bytes: int
+    seconds: float
+    checkpoint: Path
+    plot: Path
+
+
+def open_data(config: RunConfig) -> tuple[ByteDataset, ByteDataset]:
+    """Train and held-out data of a run."""
+    if config.model.vocab_size < ByteDataset.vocab_size:
+        raise ValueError(
+            f"model.vocab_size={config.model.vocab_size}: must be at least {ByteDataset.vocab_size}, one token a byte"
+        )
+    files = split_files(find_text(config.data.paths), config.data.held_out)
+    data = config.data
+    return tuple(ByteDataset.from_files(part, data.seq_len, data.batch_size, data.seed) for part in files)
+
+
+def train(config: RunConfig) -> Result:
+    """Runs `config` to its last step, from the beginning or from `config.resume`.
+
+    Writes below `config.out`: `checkpoints/<step>`, `metrics.jsonl`, `training.png`. The state after a step depends on the
+    configuration and the step alone, so a resumed run ends with the bits of an uninterrupted one.
+
+    Raises:
+        ValueError: a configuration that does not fit, no data, a checkpoint of another model.
+        Diverged: NaN or infinite loss or gradients; nothing is saved from that step on.
+    """
+    config.validate()
+    training_data, held_out = open_data(config)
+    mesh = make_mesh(**dataclasses.asdict(config.mesh))
+    out, last = Path(config.out), config.train.steps
+    started = time.monotonic()
+    with jax.set_mesh(mesh):
+        state, shardings = _first_state(config, mesh)
+        first = int(state.step)
+        if first >= last:
+            raise ValueError(f"train.steps={last}: the checkpoint is already at step {first}")
+        step_fn = training.make_train_step(config, shardings)
+        with Checkpoints(out / "checkpoints", config.train.keep_checkpoints) as checkpoints:
+            checkpoints.discard_after(first)
+            with RunLog(out, last, first) as log:
+                watch = _Watch(log, checkpoints)
+                for number in range(first + 1, last + 1):
+                    batch = training.shard_batch(training_data.batch(number - 1), mesh)
+                    state, metrics = step_fn(state, batch)
+                    watch.add(number, metrics)
+                    saves = number % config.train.checkpoint_every == 0 or number == last
+                    if saves or number % config.train.log_every == 0 or number == first + 1:
+                        watch.report()
+                    if saves:
+                        checkpoints.save(number, state, describe(config))
+            held_out_loss, eval_bytes = evaluate(config, state, held_out, mesh)
+        bigram = bigram_nats(training_data, held_out, config.train.eval_windows)
+        plot = out / "training.png"
+        log.plot(plot, title=f"{config.model.num_parameters / 1e6:.1f} M parameters", bigram_loss=bigram)
+    seconds = time.monotonic() - started
+    return Result(
+        last, watch.loss, held_out_loss, bigram, eval_bytes, seconds, out / "checkpoints" / str(last), plot
+    )
+
+
+class _Watch:
+    """Collects the steps' metrics on the device and reads them in one go, so that steps run ahead of the log."""
+
+    def __init__(self, log: RunLog, checkpoints: Checkpoints):
+        self.log, self.checkpoints = log, checkpoints
+        self.pending: list[tuple[int, dict]] = []
+        self.since = time.monotonic()
+        self.loss = float("nan")
+
+    def add(self, number: int, metrics: dict) -> None:
+        self.pending.append((number, metrics))
+
+    def report(self) -> None:
+        """Checks every step since the last report and logs the newest."""
+        steps = jax.device_get(self.pending)
+        self.pending = []
+        for number, metrics in steps:
+            for name in ("loss", "grad_norm"):
+                if not np.isfinite(metrics[name]):
+                    self.checkpoints.wait()
+                    good = self.checkpoints.latest()
+                    kept = "there is no checkpoint" if good is None else f"the last good checkpoint is {good}"
+                    raise Diverged(f"step {number}: {name} is {metrics[name]}; training stopped, {kept}")
+        now = time.monotonic()
+        tokens = sum(int(metrics["tokens"]) for _, metrics in steps)
+        number, metrics = steps[-1]
+        self.loss = float(np.mean([metrics["loss"] for _, metrics in steps]))
+        self.log.write(
+            number,
+            loss=self.loss,
+            tokens_per_second=tokens / (now - self.since),
+            gradient_norm=float(metrics["grad_norm"]),
+            expert_load=float(np.mean([metrics["expert_load"] for _, metrics in steps])),
+        )
+        self.since = now
+
+
+def _first_state(config: RunConfig, mesh):
+    """A new state, or the one `config.resume` names."""
+    if config.resume is None:
+        if Checkpoints(Path(config.out) / "checkpoints").latest() is not None:
+            raise ValueError(f"out={config.out}: already holds a run; continue it with resume={config.out}, or name another")
+        return training.init_state(config, mesh)
+    folder, number = resolve(config.resume)
+    checkpoints = Checkpoints(folder)
+    meta = checkpoints.read_meta(number)
+    if ModelConfig.from_hf(meta["model"]) != config.model:
+        raise ValueError(f"resume={config.resume}: holds another model than this configuration's `model`")
+    abstract, shardings = training.abstract_state(config, mesh)
+    if meta["kind"] == "run":
+        return checkpoints.restore(number, abstract)[0], shardings
+    # Weights alone, as `convert import` writes them: the optimizer starts anew.
+    weights, _ = checkpoints.restore(number, {"params": abstract.params, "router": abstract.router}, partial=True)
+    fresh, _ = training.init_state(config, mesh)
+    return fresh.replace(**weights), shardings
+
+
+def describe(config: RunConfig, kind: str = "run") -> dict[str, Any]:
+    """What is written beside the arrays: the model, and for a run everything else that made it."""
+    meta = {"kind": kind, "model": config.model.to_hf(), "jax": jax.__version__}
+    for part in ("data", "train", "mesh"):
+        meta[part] = dataclasses.asdict(getattr(config, part))
+    return meta
+
+
+def evaluate(config: RunConfig, state: training.TrainState, held_out: ByteDataset, mesh) -> tuple[float, int]:
+    """(mean loss in nats per byte, bytes) over `train.eval_windows` held-out windows, by the model as trained."""
+    model = training.make_model(config)
+
+    @jax.jit
+    def losses(state, batch):
+        one = jnp.ones((), jnp.float32)
+        return training.batch_loss(model, state.params, state.router, batch, one)[0], jnp.sum(batch["weights"])
+
+    sums = [
+        losses(state, training.shard_batch(batch, mesh)) for batch in held_out.windows(config.train.eval_windows)
+    ]
+    loss, count = np.sum(jax.device_get(sums), axis=0, dtype=np.float64)
+    return float(loss / count), int(count)
+
+
+def restore_weights(checkpoint: str | Path, param_dtype=jnp.float32) -> tuple[ModelConfig, dict[str, Any], dict[str, Any]]:
+    """(model config, variables on one device, meta) of a run's checkpoint, without the optimizer's state."""
+    folder, number = resolve(checkpoint)
+    checkpoints = Checkpoints(folder)
+    meta = checkpoints.read_meta(number)
+    cfg = ModelConfig.from_hf(meta["model"])
+    model = K3(cfg, param_dtype=param_dtype)
+    abstract = jax.eval_shape(lambda: nn.unbox(init_variables(model, jax.random.key(0))))
+    return cfg, checkpoints.restore(number, abstract, partial=True)[0], meta
