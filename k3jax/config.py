@@ -7,6 +7,9 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
+import types
+import typing
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -48,6 +51,10 @@ class VisionConfig:
     merge_kernel_size: tuple[int, int] = (2, 2)
     projector_ln_eps: float = 1e-5
     media_placeholder_token_id: int = 0
+
+    def __post_init__(self):
+        for name, hint in typing.get_type_hints(VisionConfig).items():
+            _check_type(f"vision_config.{name}", getattr(self, name), hint)
 
 
 @dataclass(frozen=True)
@@ -115,21 +122,23 @@ class ModelConfig:
     vision: VisionConfig | None = None
 
     def __post_init__(self):
-        for key in _POSITIVE:
-            if getattr(self, key) <= 0:
-                raise ValueError(f"{key}: found {getattr(self, key)}, must be positive")
-        if self.model_type not in ("kimi_k3", "kimi_linear"):
-            raise ValueError(f"model_type: found {self.model_type!r}, must be 'kimi_k3' or 'kimi_linear'")
-        if self.hidden_act not in ("situ", "silu"):
-            raise ValueError(f"hidden_act: found {self.hidden_act!r}, must be 'situ' or 'silu'")
+        for name, hint in typing.get_type_hints(ModelConfig).items():
+            value = getattr(self, name)
+            _check_type(name, value, hint)
+            if name in _ANY_SIGN or isinstance(value, bool) or not isinstance(value, (int, float)):
+                continue
+            if not (0 < value < math.inf or (value == 0 and name in _MAY_BE_ZERO)):
+                right = "0 or more" if name in _MAY_BE_ZERO else "positive"
+                off = " or None" if is_instance(None, hint) else ""
+                raise ValueError(f"{name}: found {value}, must be {right}{off}")
         listed = Counter(self.kda_layers) + Counter(self.full_attn_layers)
         if listed != Counter(range(1, self.num_hidden_layers + 1)):
             wrong = sorted(set(listed) ^ set(range(1, self.num_hidden_layers + 1))) or [
                 i for i, n in listed.items() if n > 1
             ]
             raise ValueError(
-                f"kda_layers and full_attn_layers: layers {wrong} are missing, extra or listed twice; together "
-                f"they must name each of 1..num_hidden_layers={self.num_hidden_layers} once"
+                f"kda_layers and full_attn_layers: layers {wrong} are missing, extra or listed twice; "
+                f"together they must name each of 1..num_hidden_layers={self.num_hidden_layers} once"
             )
         if self.num_experts_per_token >= self.num_experts:
             raise ValueError(
@@ -140,25 +149,36 @@ class ModelConfig:
             raise ValueError(
                 f"num_expert_group: found {self.num_expert_group}, must divide num_experts={self.num_experts}"
             )
+        if self.num_experts // self.num_expert_group < 2:
+            raise ValueError(
+                f"num_expert_group: found {self.num_expert_group}, must leave two or more of "
+                f"num_experts={self.num_experts} in a group"
+            )
         if not 1 <= self.topk_group <= self.num_expert_group:
             raise ValueError(
-                f"topk_group: found {self.topk_group}, must be between 1 and num_expert_group={self.num_expert_group}"
+                f"topk_group: found {self.topk_group}, "
+                f"must be between 1 and num_expert_group={self.num_expert_group}"
             )
         if self.topk_group * (self.num_experts // self.num_expert_group) <= self.num_experts_per_token:
             raise ValueError(
                 f"topk_group: found {self.topk_group}, whose groups hold no more than "
                 f"num_experts_per_token={self.num_experts_per_token} experts"
             )
-        if self.gate_lower_bound is not None and self.gate_lower_bound >= 0:
+        if self.gate_lower_bound is not None and not -math.inf < self.gate_lower_bound < 0:
             raise ValueError(f"gate_lower_bound: found {self.gate_lower_bound}, must be negative")
-        if self.attn_res_block_size is not None and self.attn_res_block_size < 1:
-            raise ValueError(f"attn_res_block_size: found {self.attn_res_block_size}, must be positive")
-        if self.quantized_experts:
-            for key, size in (("moe_intermediate_size", self.moe_intermediate_size), ("latent size", self.latent_size)):
-                if size % MX_BLOCK:
-                    raise ValueError(f"{key}: found {size}, MXFP4 experts need a multiple of {MX_BLOCK}")
+        latent = "routed_expert_hidden_size" if self.routed_expert_hidden_size else "hidden_size"
+        for name in ("moe_intermediate_size", latent) if self.quantized_experts else ():
+            if getattr(self, name) % MX_BLOCK:
+                raise ValueError(
+                    f"{name}: found {getattr(self, name)}, MXFP4 experts need a multiple of {MX_BLOCK}"
+                )
+        if self.vision is not None and self.vision.text_hidden_size != self.hidden_size:
+            raise ValueError(
+                f"vision_config.text_hidden_size: found {self.vision.text_hidden_size}, "
+                f"must equal hidden_size={self.hidden_size}"
+            )
 
-    # ---- derived -------------------------------------------------------------------------------------------------
+    # ---- derived ---------------------------------------------------------------------------------------
 
     @property
     def latent_size(self) -> int:
@@ -247,7 +267,8 @@ class ModelConfig:
         latent = 2 * D * self.latent_size if self.routed_expert_hidden_size else 0
         norm = self.latent_size if self.latent_moe_use_norm else 0
         router = D * self.num_experts + self.num_experts
-        return router + latent + norm + 3 * D * self.shared_intermediate_size + experts * self.expert_parameters
+        shared = 3 * D * self.shared_intermediate_size
+        return router + latent + norm + shared + experts * self.expert_parameters
 
     def layer_parameters(self, kind: LayerKind, experts: int | None = None) -> int:
         """Parameters of one layer with `experts` routed experts (all of them by default)."""
@@ -270,13 +291,14 @@ class ModelConfig:
         ends = (self.vocab_size + (0 if self.attn_res_block_size else 1)) * self.hidden_size
         return ends + sum(self.layer_parameters(kind, self.num_experts_per_token) for kind in self.layers)
 
-    # ---- released format -----------------------------------------------------------------------------------------
+    # ---- released format -------------------------------------------------------------------------------
 
     @classmethod
     def from_hf(cls, source: str | Path | Mapping[str, Any]) -> ModelConfig:
         """Reads a released `config.json`: a path to it, to its folder, or its content.
 
-        Raises `ValueError` for a missing key, an unknown key, and a setting this model does not implement.
+        Raises `ValueError` for a file that cannot be read, a missing or unknown key, a value of another type,
+        and a setting this model does not implement.
         """
         if isinstance(source, Mapping):
             raw = source
@@ -284,38 +306,49 @@ class ModelConfig:
             path = Path(source)
             path = path / "config.json" if path.is_dir() else path
             try:
-                raw = json.loads(path.read_text())
+                raw = json.loads(path.read_text(encoding="utf-8"))
             except FileNotFoundError:
                 raise ValueError(f"{path}: no such file; a released config.json was expected") from None
-            except json.JSONDecodeError as error:
+            except OSError as error:
+                raise ValueError(f"{path}: cannot be read ({error.strerror})") from None
+            except ValueError as error:  # not JSON, or not even text
                 raise ValueError(f"{path}: not valid JSON ({error})") from None
+            _check_object(str(path), raw)
         model_type = raw.get("model_type")
         if model_type not in ("kimi_k3", "kimi_linear"):
             raise ValueError(f"model_type: found {model_type!r}, must be 'kimi_k3' or 'kimi_linear'")
         if model_type == "kimi_k3" and "text_config" not in raw:
             raise ValueError("text_config: missing; a kimi_k3 config holds its text model there")
         outer = dict(raw) if model_type == "kimi_k3" else {}
-        text = dict(outer.pop("text_config", raw))
+        text = outer.pop("text_config", raw)
+        _check_object("text_config", text)
+        text = dict(text)
         vision = outer.pop("vision_config", None)
         _check_known(outer, _OUTER_KEYS, "")
-        linear = text.pop("linear_attn_config", None)
-        if not isinstance(linear, Mapping):
+        if "linear_attn_config" not in text:
             raise ValueError("linear_attn_config: missing; it names the KDA layers and their sizes")
-        quantization = text.pop("quantization_config", None) or outer.get("quantization_config")
+        linear = text.pop("linear_attn_config")
+        _check_object("linear_attn_config", linear)
+        quantization = text.pop("quantization_config", None)
+        if quantization is None:
+            quantization = outer.get("quantization_config")
 
         values: dict[str, Any] = {}
+        hints = typing.get_type_hints(cls)
         for field in dataclasses.fields(cls):
             if field.name in _ELSEWHERE:
                 continue
             if field.name in text:
                 values[field.name] = text.pop(field.name)
+                _check_type(field.name, values[field.name], hints[field.name])
             elif field.default is dataclasses.MISSING:
                 raise ValueError(f"{field.name}: missing from the config")
         linear_names = {"head_dim": "kda_head_dim", "num_heads": "kda_num_heads"}
         for key in _LINEAR_KEYS:
             if key in linear:
-                value = linear[key]
-                values[linear_names.get(key, key)] = tuple(value) if isinstance(value, list) else value
+                name, value = linear_names.get(key, key), _tuple_of(linear[key])
+                _check_type(f"linear_attn_config.{key}", value, hints[name])
+                values[name] = value
             elif key not in _LINEAR_OPTIONAL:
                 raise ValueError(f"linear_attn_config.{key}: missing from the config")
         _check_known(linear, _LINEAR_KEYS, "linear_attn_config.")
@@ -326,16 +359,19 @@ class ModelConfig:
         heads = text.pop("num_key_value_heads", values["num_attention_heads"])
         if heads != values["num_attention_heads"]:
             raise ValueError(
-                f"num_key_value_heads: found {heads}, must equal num_attention_heads={values['num_attention_heads']}"
+                f"num_key_value_heads: found {heads!r}, "
+                f"must equal num_attention_heads={values['num_attention_heads']}"
             )
         _check_known(text, _IGNORED, "text_config." if model_type == "kimi_k3" else "")
-        values |= {key: outer[key] for key in ("bos_token_id", "eos_token_id", "pad_token_id") if key in outer}
-        if quantization and quantization.get("format") != "mxfp4-pack-quantized":
-            raise ValueError(
-                f"quantization_config.format: found {quantization.get('format')!r}, "
-                "only 'mxfp4-pack-quantized' is implemented"
-            )
-        values |= {"model_type": model_type, "quantized_experts": bool(quantization)}
+        values |= {key: outer[key] for key in _TOKEN_IDS if key in outer}
+        if quantization is not None:
+            _check_object("quantization_config", quantization)
+            if quantization.get("format") != "mxfp4-pack-quantized":
+                raise ValueError(
+                    f"quantization_config.format: found {quantization.get('format')!r}, "
+                    "only 'mxfp4-pack-quantized' is implemented"
+                )
+        values |= {"model_type": model_type, "quantized_experts": quantization is not None}
         if vision is not None:
             values["vision"] = _vision_from_hf(vision, outer.get("media_placeholder_token_id", 0))
         return cls(**values)
@@ -376,31 +412,16 @@ class ModelConfig:
         if self.vision is not None:
             vision = dataclasses.asdict(self.vision)
             outer["media_placeholder_token_id"] = vision.pop("media_placeholder_token_id")
-            outer["vision_config"] = vision | {"merge_kernel_size": list(self.vision.merge_kernel_size)} | _VISION_FIXED
+            vision["merge_kernel_size"] = list(self.vision.merge_kernel_size)
+            outer["vision_config"] = vision | _VISION_FIXED
         return outer
 
 
-_POSITIVE = (
-    "vocab_size",
-    "hidden_size",
-    "intermediate_size",
-    "num_hidden_layers",
-    "num_attention_heads",
-    "kv_lora_rank",
-    "qk_nope_head_dim",
-    "qk_rope_head_dim",
-    "v_head_dim",
-    "kda_head_dim",
-    "kda_num_heads",
-    "num_experts",
-    "num_experts_per_token",
-    "num_shared_experts",
-    "moe_intermediate_size",
-    "num_expert_group",
-    "moe_layer_freq",
-    "short_conv_kernel_size",
-    "rms_norm_eps",
-)
+_TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
+
+# Numbers that need not be positive.
+_ANY_SIGN = ("gate_lower_bound", *_TOKEN_IDS)
+_MAY_BE_ZERO = ("first_k_dense_replace", "initializer_range")
 
 # Settings of linear_attn_config, and those of them a config may leave out.
 _LINEAR_KEYS = (
@@ -438,17 +459,18 @@ _FIXED = {
     "tie_word_embeddings": False,
 }
 
-# Keys that say nothing about the model: generation defaults and the bookkeeping of the library that wrote the file.
+# Keys that say nothing about the model: generation defaults, bookkeeping of the library that wrote the file.
 _IGNORED = set(
     "_name_or_path add_cross_attention architectures auto_map bad_words_ids begin_suppress_tokens "
-    "chunk_size_feed_forward cross_attention_hidden_size decoder_start_token_id diversity_penalty do_sample dtype "
-    "torch_dtype early_stopping encoder_no_repeat_ngram_size exponential_decay_length_penalty finetuning_task "
-    "forced_bos_token_id forced_eos_token_id head_dim id2label is_decoder is_encoder_decoder label2id length_penalty "
-    "max_length min_length model_max_length model_type no_repeat_ngram_size num_beam_groups num_beams "
-    "num_return_sequences output_attentions output_hidden_states output_scores prefix problem_type pruned_heads "
-    "remove_invalid_values repetition_penalty return_dict return_dict_in_generate rope_scaling rope_theta "
-    "sep_token_id suppress_tokens task_specific_params temperature tf_legacy_loss tie_encoder_decoder tokenizer_class "
-    "top_k top_p torchscript transformers_version typical_p use_bfloat16 use_cache".split()
+    "chunk_size_feed_forward cross_attention_hidden_size decoder_start_token_id diversity_penalty do_sample "
+    "dtype torch_dtype early_stopping encoder_no_repeat_ngram_size exponential_decay_length_penalty "
+    "finetuning_task forced_bos_token_id forced_eos_token_id head_dim id2label is_decoder is_encoder_decoder "
+    "label2id length_penalty max_length min_length model_max_length model_type no_repeat_ngram_size "
+    "num_beam_groups num_beams num_return_sequences output_attentions output_hidden_states output_scores "
+    "prefix problem_type pruned_heads remove_invalid_values repetition_penalty return_dict "
+    "return_dict_in_generate rope_scaling rope_theta sep_token_id suppress_tokens task_specific_params "
+    "temperature tf_legacy_loss tie_encoder_decoder tokenizer_class top_k top_p torchscript "
+    "transformers_version typical_p use_bfloat16 use_cache".split()
 )
 _OUTER_KEYS = {
     "model_type",
@@ -519,14 +541,61 @@ _QUANTIZATION = {
 }
 
 
+def is_instance(value: Any, hint: Any) -> bool:
+    """Whether a value is of the type a field's annotation names; integers are numbers, a bool is neither."""
+    origin, args = typing.get_origin(hint), typing.get_args(hint)
+    if origin in (typing.Union, types.UnionType):
+        return any(is_instance(value, arg) for arg in args)
+    if origin is Literal:
+        return value in args
+    if origin is tuple:
+        kinds = args[:1] * len(value) if args[-1] is Ellipsis and isinstance(value, tuple) else args
+        return isinstance(value, tuple) and len(value) == len(kinds) and all(map(is_instance, value, kinds))
+    if isinstance(value, bool):
+        return hint is bool
+    return isinstance(value, (int, float) if hint is float else hint)
+
+
+def describe_type(hint: Any) -> str:
+    """The type a field's annotation names, as an error message says it."""
+    origin, args = typing.get_origin(hint), typing.get_args(hint)
+    if origin in (typing.Union, types.UnionType):
+        return " or ".join(map(describe_type, args))
+    if origin is Literal:
+        return f"one of {', '.join(map(str, args))}"
+    if origin is tuple:
+        count = "values" if args[-1] is Ellipsis else f"{len(args)} values"
+        return f"a tuple of {count}, each {describe_type(args[0])}"
+    names = {int: "an integer", float: "a number", bool: "True or False", str: "text", types.NoneType: "None"}
+    return names.get(hint, getattr(hint, "__name__", str(hint)))
+
+
+def _check_type(key: str, value: Any, hint: Any) -> None:
+    if not is_instance(value, hint):
+        raise ValueError(f"{key}: found {value!r}, must be {describe_type(hint)}")
+
+
+def _check_object(key: str, value: Any) -> None:
+    if not isinstance(value, Mapping):
+        raise ValueError(f"{key}: found {value!r:.60}, must be a JSON object")
+
+
 def _check_known(found: Mapping[str, Any], known, prefix: str) -> None:
     for key in found:
         if key not in known:
-            raise ValueError(f"{prefix}{key}: unknown config key (value {found[key]!r}); remove it or correct its name")
+            raise ValueError(
+                f"{prefix}{key}: unknown config key (value {found[key]!r}); remove it or correct its name"
+            )
+
+
+def _tuple_of(value: Any) -> Any:
+    """JSON has lists where a configuration, to be hashable, has tuples."""
+    return tuple(value) if isinstance(value, list) else value
 
 
 def _vision_from_hf(vision: Mapping[str, Any], placeholder: int) -> VisionConfig:
-    vision = {key: value for key, value in vision.items() if not key.startswith("_")}
+    _check_object("vision_config", vision)
+    vision = {key: _tuple_of(value) for key, value in vision.items() if not key.startswith("_")}
     for key, only in _VISION_FIXED.items():
         found = vision.pop(key, only)
         if found != only:
@@ -536,6 +605,4 @@ def _vision_from_hf(vision: Mapping[str, Any], placeholder: int) -> VisionConfig
     for name, field in fields.items():
         if field.default is dataclasses.MISSING and name not in vision:
             raise ValueError(f"vision_config.{name}: missing from the config")
-    if "merge_kernel_size" in vision:
-        vision["merge_kernel_size"] = tuple(vision["merge_kernel_size"])
     return VisionConfig(**vision, media_placeholder_token_id=placeholder)

@@ -15,7 +15,6 @@ import os
 import runpy
 import textwrap
 import traceback
-import types
 import typing
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -24,7 +23,7 @@ from typing import Any, Literal
 
 import tyro
 
-from k3jax.config import MX_BLOCK, ModelConfig
+from k3jax.config import MX_BLOCK, ModelConfig, describe_type, is_instance
 
 
 @dataclass(frozen=True)
@@ -251,7 +250,8 @@ def apply_overrides(config: RunConfig, overrides: Sequence[str]) -> RunConfig:
         try:
             node[name] = _parse(hint, value)
         except ValueError:
-            raise ValueError(f"{key}={value}: must be {_describe(hint)}") from None
+            commas = " (separated by commas)" if typing.get_origin(hint) is tuple else ""
+            raise ValueError(f"{key}={value}: must be {describe_type(hint)}{commas}") from None
     return _replace(config, tree)
 
 
@@ -324,41 +324,14 @@ def _parse(hint: Any, value: str) -> Any:
         raise ValueError(value) from None
 
 
-def _describe(hint: Any) -> str:
-    origin, args = typing.get_origin(hint), typing.get_args(hint)
-    if origin in (typing.Union, types.UnionType):
-        return " or ".join(_describe(arg) for arg in args)
-    if origin is Literal:
-        return f"one of {', '.join(map(str, args))}"
-    if origin is tuple:
-        count = "values" if args[-1] is Ellipsis else f"{len(args)} values"
-        return f"a tuple of {count}, each {_describe(args[0])} (separated by commas on the command line)"
-    names = {int: "an integer", float: "a number", bool: "True or False", str: "text", types.NoneType: "None"}
-    return names.get(hint, getattr(hint, "__name__", str(hint)))
-
-
 def _check_types(config: Any, prefix: str = "") -> None:
     """A configuration file may hold values of any type; refuses those that are not the declared one."""
     for name, hint in typing.get_type_hints(type(config)).items():
         key, value = f"{prefix}{name}", getattr(config, name)
-        if not _is_instance(value, hint):
-            raise ValueError(f"{key}={value!r}: must be {_describe(hint)}")
+        if not is_instance(value, hint):
+            raise ValueError(f"{key}={value!r}: must be {describe_type(hint)}")
         if dataclasses.is_dataclass(value):
             _check_types(value, f"{key}.")
-
-
-def _is_instance(value: Any, hint: Any) -> bool:
-    origin, args = typing.get_origin(hint), typing.get_args(hint)
-    if origin in (typing.Union, types.UnionType):
-        return any(_is_instance(value, arg) for arg in args)
-    if origin is Literal:
-        return value in args
-    if origin is tuple:
-        kinds = args[:1] * len(value) if args[-1] is Ellipsis and isinstance(value, tuple) else args
-        return isinstance(value, tuple) and len(value) == len(kinds) and all(map(_is_instance, value, kinds))
-    if isinstance(value, bool):
-        return hint is bool
-    return isinstance(value, (int, float) if hint is float else hint)
 
 
 def _replace(config: Any, tree: Mapping[str, Any]) -> Any:

@@ -290,7 +290,7 @@ def test_load_config_errors(tmp_path, text, says):
 
 # ---- overrides ---------------------------------------------------------------------------------------------
 
-VISION = VisionConfig(14, 64, 64, 4, 12, 27, 1024, 4096, 1536, 1024, 64)
+VISION = VisionConfig(14, 64, 64, 4, 12, 27, 1024, 4096, 1536, 1024, MODEL.hidden_size)
 SEEING = dataclasses.replace(CONFIG, model=dataclasses.replace(MODEL, vision=VISION))
 
 

@@ -154,6 +154,9 @@ def test_fields_that_are_easily_mixed_up(k3, linear):
 
 # ---- refusals -------------------------------------------------------------------------------------
 
+NULL = object()  # JSON's null; None below takes the key away
+
+
 
 @pytest.mark.parametrize(
     "model, where, value, message",
@@ -183,6 +186,42 @@ def test_fields_that_are_easily_mixed_up(k3, linear):
             "int4",
             "quantization_config.format: found 'int4'",
         ),
+        ("k3_tiny", "text_config.quantization_config", {}, "quantization_config.format: found None, only"),
+        ("k3_tiny", "text_config.hidden_size", "64", "hidden_size: found '64', must be an integer"),
+        ("k3_tiny", "text_config.hidden_size", 64.5, "hidden_size: found 64.5, must be an integer"),
+        ("k3_tiny", "text_config.num_experts", [12], r"num_experts: found \[12\], must be an integer"),
+        ("k3_tiny", "text_config.vocab_size", NULL, "vocab_size: found None, must be an integer"),
+        ("k3_tiny", "text_config.rms_norm_eps", "1e-5", "rms_norm_eps: found '1e-5', must be a number"),
+        ("k3_tiny", "text_config.q_lora_rank", "48", "q_lora_rank: found '48', must be an integer or None"),
+        ("k3_tiny", "text_config.q_lora_rank", 0, "q_lora_rank: found 0, must be positive or None"),
+        ("k3_tiny", "text_config.moe_renormalize", 1, "moe_renormalize: found 1, must be True or False"),
+        ("k3_tiny", "text_config.num_attention_heads", "3", "num_attention_heads: found '3', must be an int"),
+        ("k3_tiny", "text_config.num_key_value_heads", NULL, "num_key_value_heads: found None, must equal"),
+        ("k3_tiny", "eos_token_id", [2], r"eos_token_id: found \[2\], must be an integer or None"),
+        ("k3_tiny", "text_config", [], r"text_config: found \[\], must be a JSON object"),
+        ("k3_tiny", "text_config.linear_attn_config", NULL, "linear_attn_config: found None, must be a JSON"),
+        ("k3_tiny", "text_config.quantization_config", "fp4", "quantization_config: found 'fp4', must be a"),
+        (
+            "k3_tiny",
+            "text_config.linear_attn_config.kda_layers",
+            5,
+            "linear_attn_config.kda_layers: found 5, must be a tuple of values, each an integer",
+        ),
+        (
+            "kimi_linear_tiny",
+            "linear_attn_config.head_dim",
+            "16",
+            "linear_attn_config.head_dim: found '16', must be an integer",
+        ),
+        ("k3_tiny", "vision_config", 3, "vision_config: found 3, must be a JSON object"),
+        (
+            "k3_tiny",
+            "vision_config.merge_kernel_size",
+            [2],
+            r"vision_config.merge_kernel_size: found \(2,\), must be a tuple of 2 values, each an integer",
+        ),
+        ("k3_tiny", "vision_config.patch_size", 1.5, "vision_config.patch_size: found 1.5, must be an int"),
+        ("k3_tiny", "vision_config.text_hidden_size", 96, "found 96, must equal hidden_size=64"),
         ("k3_tiny", "vision_config.patch_size", None, "vision_config.patch_size: missing"),
         ("k3_tiny", "vision_config.patches", 3, "vision_config.patches: unknown config key"),
         ("k3_tiny", "vision_config.norm_type", "layernorm", "vision_config.norm_type: found 'layernorm'"),
@@ -197,7 +236,7 @@ def test_a_wrong_released_config(model, where, value, message):
     if value is None:
         del node[key]
     else:
-        node[key] = value
+        node[key] = None if value is NULL else value
     with pytest.raises(ValueError, match=message) as caught:
         ModelConfig.from_hf(source)
     assert "\n" not in str(caught.value)
@@ -207,7 +246,7 @@ def test_a_wrong_released_config(model, where, value, message):
     "changes, message",
     [
         ({"model_type": "llama"}, "model_type: found 'llama'"),
-        ({"hidden_act": "gelu"}, "hidden_act: found 'gelu', must be 'situ' or 'silu'"),
+        ({"hidden_act": "gelu"}, "hidden_act: found 'gelu', must be one of situ, silu"),
         ({"hidden_size": 0}, "hidden_size: found 0, must be positive"),
         ({"num_attention_heads": -1}, "num_attention_heads: found -1, must be positive"),
         ({"kda_layers": (1, 2, 3, 5, 6, 7, 7)}, r"layers \[7\] are missing, extra or listed twice"),
@@ -219,12 +258,24 @@ def test_a_wrong_released_config(model, where, value, message):
         ({"num_expert_group": 4, "topk_group": 5}, "topk_group: found 5, must be between 1 and"),
         ({"num_expert_group": 4, "topk_group": 1}, "topk_group: found 1, whose groups hold no more than"),
         ({"gate_lower_bound": 0.0}, "gate_lower_bound: found 0.0, must be negative"),
-        ({"attn_res_block_size": 0}, "attn_res_block_size: found 0, must be positive"),
+        ({"gate_lower_bound": float("-inf")}, "gate_lower_bound: found -inf, must be negative"),
+        ({"attn_res_block_size": 0}, "attn_res_block_size: found 0, must be positive or None"),
+        ({"q_lora_rank": -1}, "q_lora_rank: found -1, must be positive or None"),
+        ({"routed_expert_hidden_size": -32}, "routed_expert_hidden_size: found -32, must be positive or"),
+        ({"initializer_range": -0.02}, "initializer_range: found -0.02, must be 0 or more"),
+        ({"rms_norm_eps": float("nan")}, "rms_norm_eps: found nan, must be positive"),
+        ({"activation_situ_beta": 0.0}, "activation_situ_beta: found 0.0, must be positive"),
+        ({"first_k_dense_replace": -1}, "first_k_dense_replace: found -1, must be 0 or more"),
+        ({"num_expert_group": 12, "topk_group": 4}, "must leave two or more of num_experts=12 in a group"),
+        ({"hidden_size": True}, "hidden_size: found True, must be an integer"),
+        ({"hidden_size": None}, "hidden_size: found None, must be an integer"),
+        ({"kda_layers": [1, 2, 3, 5, 6, 7]}, r"kda_layers: found \[1, .*, must be a tuple of values, each"),
+        ({"vision": {"patch_size": 14}}, "vision: found {'patch_size': 14}, must be VisionConfig or None"),
         (
             {"moe_intermediate_size": 48},
             "moe_intermediate_size: found 48, MXFP4 experts need a multiple of 32",
         ),
-        ({"routed_expert_hidden_size": 40}, "latent size: found 40, MXFP4 experts need a multiple of 32"),
+        ({"routed_expert_hidden_size": 40}, "routed_expert_hidden_size: found 40, MXFP4 experts need"),
     ],
 )
 def test_settings_that_do_not_fit(changes, message):
@@ -238,6 +289,16 @@ def test_files_that_cannot_be_read(tmp_path):
         ModelConfig.from_hf(tmp_path / "none")
     with pytest.raises(ValueError, match="config.json: no such file"):
         ModelConfig.from_hf(tmp_path)
-    (tmp_path / "config.json").write_text("{")
-    with pytest.raises(ValueError, match="config.json: not valid JSON"):
+    for content, message in (
+        (b"{", "config.json: not valid JSON"),
+        (b"\x93\x00\xff", "config.json: not valid JSON"),
+        (b"[1, 2]", r"config.json: found \[1, 2\], must be a JSON object"),
+    ):
+        (tmp_path / "config.json").write_bytes(content)
+        with pytest.raises(ValueError, match=message) as caught:
+            ModelConfig.from_hf(tmp_path)
+        assert "\n" not in str(caught.value)
+    (tmp_path / "config.json").unlink()
+    (tmp_path / "config.json").mkdir()
+    with pytest.raises(ValueError, match="config.json: cannot be read"):
         ModelConfig.from_hf(tmp_path)
