@@ -71,7 +71,9 @@ class KimiDeltaAttention(nn.Module):
         o = rms_norm(o.astype(wide), o_norm, cfg.rms_norm_eps) * jax.nn.sigmoid(gate.astype(wide))
         o = constrain(o.astype(dtype), "batch", None, "heads", None)
         y = jnp.einsum("bthk,dhk->btd", o, weight(self, "o_proj", (D, H, K), ("embed", "heads", None), std))
-        return y, ({"state": state, **new_cache} if cache is not None else None)
+        if cache is not None:
+            cache = {"state": state.astype(cache["state"].dtype), **new_cache}
+        return y, cache
 
 
 class LatentAttention(nn.Module):

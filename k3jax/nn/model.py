@@ -171,6 +171,8 @@ class K3(nn.Module):
         Raises:
             ValueError: segment_ids together with a mask or a cache, or shapes that do not fit.
         """
+        if tokens.ndim != 2:
+            raise ValueError(f"tokens: found shape {tokens.shape}, must be [B,T]")
         B, T = tokens.shape
         for name, array in (("mask", mask), ("segment_ids", segment_ids)):
             if array is not None and array.shape != (B, T):
@@ -180,6 +182,8 @@ class K3(nn.Module):
             raise ValueError(f"segment_ids: cannot be combined with {other}; segment 0 is padding, a cached row is one text")
         if cache is not None and cache.present.shape[0] != B:
             raise ValueError(f"cache: found batch {cache.present.shape[0]}, must be {B} like tokens")
+        if cache is not None and T > cache.max_len:
+            raise ValueError(f"cache: found max_len {cache.max_len}, must hold at least the {T} new tokens")
         cfg = self.cfg
         ids = segment_ids if mask is None else mask
         ids = None if ids is None else ids.astype(jnp.int32)

@@ -13,8 +13,8 @@ def attnres_mix(sources: Array, count: Array, query: Array, norm: Array, eps: fl
     A zero query gives their plain average.
 
     Args:
-        sources: [N,B,T,D]; slots 0..count-1 are finished blocks, slot `count` is the running sum, later ones are ignored
-            exactly.
+        sources: [N,B,T,D]; slots 0..count-1 are finished blocks, slot `count` is the running sum, later ones, which
+            must be finite, are ignored exactly.
         count: int scalar. query, norm: [D] pseudo-query and norm weight. eps: of the norm.
 
     Returns:

@@ -26,7 +26,8 @@ def cross_entropy(
     The backward pass computes each chunk's logits anew.
 
     Args:
-        hidden: [B,T,D]. unembed: [B,C,D] -> [B,C,vocab]. targets: [B,T] int. weights: [B,T], 0 where nothing is learnt.
+        hidden: [B,T,D]. unembed: [B,C,D] -> [B,C,vocab].
+        targets: [B,T] int. weights: [B,T], 0 where nothing is learnt.
 
     Returns:
         The weighted sum in float32 (float64 for float64 hidden).
@@ -38,14 +39,15 @@ def cross_entropy(
     B, T, _ = hidden.shape
     dtype = accumulator(hidden.dtype)
     chunk = min(chunk, T)
-    hidden, targets, weights = (
-        jnp.moveaxis(jnp.pad(x, ((0, 0), (0, -T % chunk)) + ((0, 0),) * (x.ndim - 2)).reshape(B, -1, chunk, *x.shape[2:]), 1, 0)
-        for x in (hidden, targets, weights.astype(dtype))
-    )
+
+    def chunks(x):
+        x = jnp.pad(x, ((0, 0), (0, -T % chunk)) + ((0, 0),) * (x.ndim - 2))
+        return jnp.moveaxis(x.reshape(B, -1, chunk, *x.shape[2:]), 1, 0)
 
     @jax.checkpoint
     def step(total, part):
         hidden, targets, weights = part
         return total + jnp.sum(weights * token_losses(unembed(hidden), targets)), None
 
-    return lax.scan(step, jnp.zeros((), dtype), (hidden, targets, weights))[0]
+    parts = chunks(hidden), chunks(targets), chunks(weights.astype(dtype))
+    return lax.scan(step, jnp.zeros((), dtype), parts)[0]

@@ -70,7 +70,7 @@ def quantile_bias(scores: Array, cutoff: Array, k: int, valid: Array | None = No
     then minus the mean over experts; q = m k / E is the balanced load of m tokens (rounded up).
 
     Args:
-        scores: [n,E]. cutoff: [n]. valid: [n] bool, tokens that count; all by default.
+        scores: [n,E]. cutoff: [n]. valid: [n] bool, tokens that count, at least one; all by default.
 
     Returns:
         bias [E] in the scores' dtype.
@@ -78,8 +78,9 @@ def quantile_bias(scores: Array, cutoff: Array, k: int, valid: Array | None = No
     n, E = scores.shape
     valid = jnp.ones(n, bool) if valid is None else valid
     margin = jnp.where(valid[:, None], scores - cutoff[:, None], -jnp.inf)
-    q = -(-jnp.sum(valid.astype(jnp.int32)) * k // E)
-    bias = -jnp.sort(margin, axis=0, descending=True)[jnp.minimum(q, n - 1)]
+    tokens = jnp.sum(valid, dtype=jnp.int32)
+    q = -(-tokens * k // E)
+    bias = -jnp.sort(margin, axis=0, descending=True)[jnp.minimum(q, tokens - 1)]
     return bias - jnp.mean(bias)
 
 
@@ -115,7 +116,7 @@ def quantile_bias_from_histogram(histogram: Array, bias: Array, k: int) -> Array
     """
     E = histogram.shape[0]
     low, width = _bins(bias)
-    tokens = jnp.sum(histogram[0])
+    tokens = jnp.sum(histogram[0], dtype=jnp.int32)
     q = -(-tokens * k // E)
     reached = jnp.cumsum(histogram, axis=1)
     place = jnp.argmax(reached >= q, axis=1)

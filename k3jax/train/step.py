@@ -96,26 +96,30 @@ def make_train_step(config: RunConfig, shardings: TrainState):
 
     def step(state: TrainState, batch: dict[str, Array]):
         total = jnp.sum(batch["weights"])
-        micro = jax.tree.map(lambda x: x.reshape(accum, -1, *x.shape[1:]), batch)
-        grad = jax.value_and_grad(lambda params, part: batch_loss(model, params, state.router, part, total), has_aux=True)
+        grad = jax.value_and_grad(
+            lambda params, part: batch_loss(model, params, state.router, part, total), has_aux=True
+        )
+        if accum == 1:
+            (loss, stats), gradients = grad(state.params, batch)
+        else:
+            micro = jax.tree.map(lambda x: x.reshape(accum, -1, *x.shape[1:]), batch)
+            first = jax.tree.map(lambda x: x[0], micro)
+            zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), jax.eval_shape(grad, state.params, first))
 
-        def add(sums, part):
-            (loss, stats), gradients = grad(state.params, part)
-            return jax.tree.map(jnp.add, sums, (loss, gradients, stats)), None
+            def add(sums, part):
+                return jax.tree.map(jnp.add, sums, grad(state.params, part)), None
 
-        shapes = jax.eval_shape(grad, state.params, jax.tree.map(lambda x: x[0], micro))
-        (loss, stats), gradients = shapes
-        zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), (loss, gradients, stats))
-        (loss, gradients, stats), _ = lax.scan(add, zeros, micro)
+            ((loss, stats), gradients), _ = lax.scan(add, zeros, micro)
 
-        updates, opt_state = optimizer.update(gradients, state.opt_state, state.params)
+        with jax.numpy_dtype_promotion("standard"):  # optax counts steps in integers and raises floats to them
+            updates, opt_state = optimizer.update(gradients, state.opt_state, state.params)
         params = optax.apply_updates(state.params, updates)
         router = state.router
         if config.train.quantile_balancing:
             router = balanced(state.router, stats, config.model.num_experts_per_token)
         metrics = {
             "loss": loss,
-            "grad_norm": optax.global_norm(gradients),
+            "grad_norm": optax.tree.norm(gradients),
             "expert_load": worst_load(stats),
             "tokens": jnp.sum(batch["weights"] > 0),
         }

@@ -1,0 +1,75 @@
+"""The mixture over depth: values by hand, absent sources, gradients."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from k3jax.ops.attnres import attnres_mix
+
+EPS = 1e-5
+
+
+def draw(seed, *shape):
+    return jnp.asarray(np.random.default_rng(seed).normal(size=shape))
+
+
+def plain(sources, query, norm):
+    """Eq. 8-10 with every source present."""
+    rms = jnp.sqrt(jnp.mean(sources**2, axis=-1, keepdims=True) + EPS)
+    scores = jnp.exp((sources / rms * norm[None, None, None]) @ query)[..., None]
+    return jnp.sum(scores * sources, axis=0) / jnp.sum(scores, axis=0)
+
+
+def test_a_zero_query_gives_the_plain_average():
+    sources = draw(0, 5, 2, 3, 8)
+    for count in range(5):
+        mixed = attnres_mix(sources, jnp.asarray(count, jnp.int32), jnp.zeros(8), draw(1, 8), EPS)
+        np.testing.assert_allclose(mixed, np.mean(sources[: count + 1], axis=0), rtol=1e-14, atol=1e-15)
+
+
+def test_two_sources_by_hand():
+    # rms([3, 4]) = sqrt(12.5), rms([0, 2]) = sqrt(2); query * norm = [2, 1].
+    sources = jnp.asarray([[3.0, 4.0], [0.0, 2.0]])[:, None, None]
+    mixed = attnres_mix(sources, 1, jnp.asarray([4.0, 0.5]), jnp.asarray([0.5, 2.0]), 0.0)
+    a, b = np.exp(10 / np.sqrt(12.5)), np.exp(2 / np.sqrt(2))
+    np.testing.assert_allclose(mixed[0, 0], [3 * a / (a + b), (4 * a + 2 * b) / (a + b)], rtol=1e-14)
+
+
+def test_one_source_is_itself():
+    sources = draw(2, 3, 1, 4, 8)
+    np.testing.assert_array_equal(attnres_mix(sources, 0, 9 * draw(3, 8), draw(4, 8), EPS), sources[0])
+
+
+@pytest.mark.parametrize("count", [0, 1, 3])
+def test_later_slots_are_ignored_exactly(count):
+    sources, query, norm = draw(5, 4, 2, 3, 8), draw(6, 8), draw(7, 8)
+    mixed = attnres_mix(sources, count, query, norm, EPS)
+    np.testing.assert_allclose(mixed, plain(sources[: count + 1], query, norm), rtol=1e-13, atol=1e-14)
+    garbage = sources.at[count + 1 :].set(1e100)  # finite, which is all that is asked of them
+    np.testing.assert_array_equal(attnres_mix(garbage, count, query, norm, EPS), mixed)
+
+
+def test_gradients():
+    sources, query, norm, cotangent = draw(8, 4, 1, 2, 6), draw(9, 6), draw(10, 6), draw(11, 1, 2, 6)
+    sources = sources.at[3].set(0)  # a slot not yet filled, as the model has them
+
+    def loss(sources, query, norm):
+        return jnp.sum(cotangent * attnres_mix(sources, 2, query, norm, EPS))
+
+    gradients = jax.jit(jax.grad(loss, argnums=(0, 1, 2)))(sources, query, norm)
+    assert np.all(gradients[0][3] == 0) and np.all(gradients[0][:3] != 0)
+    of_plain = jax.jit(jax.grad(lambda *a: jnp.sum(cotangent * plain(*a)), argnums=(0, 1, 2)))
+    expected = of_plain(sources[:3], query, norm)
+    for gradient, right in zip((gradients[0][:3], *gradients[1:]), expected, strict=True):
+        np.testing.assert_allclose(gradient, right, rtol=1e-12, atol=1e-13)
+
+
+def test_softmax_is_in_float32():
+    sources, query, norm = draw(12, 3, 2, 4, 64), draw(13, 64), draw(14, 64)
+    narrow = [x.astype(jnp.bfloat16) for x in (sources, query, norm)]
+    mixed = attnres_mix(narrow[0], 2, *narrow[1:], EPS)
+    assert mixed.dtype == jnp.bfloat16
+    exact = plain(*(x.astype(jnp.float64) for x in narrow))
+    # One rounding to bfloat16 at the end; scores of bfloat16 products would be off by far more.
+    np.testing.assert_allclose(np.asarray(mixed, np.float64), exact, rtol=2**-8, atol=1e-6)

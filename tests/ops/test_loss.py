@@ -1,0 +1,69 @@
+"""Cross-entropy in chunks against all logits at once."""
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from k3jax.ops.loss import cross_entropy, token_losses
+
+B, T, D, VOCAB = 2, 7, 4, 11
+RNG = np.random.default_rng(0)
+HIDDEN, TABLE = jnp.asarray(RNG.normal(size=(B, T, D))), jnp.asarray(RNG.normal(size=(VOCAB, D)))
+TARGETS = jnp.asarray(RNG.integers(VOCAB, size=(B, T)), jnp.int32)
+WEIGHTS = jnp.asarray([[1.0, 0, 2.5, 1, 1, 0, 0.25], [0] * 6 + [3.0]])
+
+
+def unembed(table, hidden):
+    return jnp.einsum("btd,vd->btv", hidden, table)
+
+
+def direct(hidden, table):
+    """By definition, all at once."""
+    logits = unembed(table, hidden)
+    p = jnp.exp(logits) / jnp.sum(jnp.exp(logits), axis=-1, keepdims=True)
+    rows, columns = np.indices((B, T))
+    return jnp.sum(WEIGHTS * -jnp.log(p[rows, columns, TARGETS]))
+
+
+def test_by_hand():
+    logits = jnp.log(jnp.asarray([[[0.5, 0.25, 0.25], [1.0, 2.0, 5.0]]]))
+    losses = token_losses(logits, jnp.asarray([[1, 2]], jnp.int32))
+    np.testing.assert_allclose(losses, [[np.log(4), np.log(8 / 5)]], rtol=1e-14)
+
+
+@pytest.mark.parametrize("chunk", [1, 2, 3, 7, 256])
+def test_chunks(chunk):
+    def chunked(hidden, table):
+        return cross_entropy(hidden, partial(unembed, table), TARGETS, WEIGHTS, chunk)
+
+    found = jax.jit(jax.value_and_grad(chunked, argnums=(0, 1)))(HIDDEN, TABLE)
+    expected = jax.value_and_grad(direct, argnums=(0, 1))(HIDDEN, TABLE)
+    assert found[0].dtype == jnp.float64
+    jax.tree.map(partial(np.testing.assert_allclose, rtol=1e-12, atol=1e-14), found, expected)
+    assert np.all((np.asarray(found[1][0]) != 0).all(-1) == (np.asarray(WEIGHTS) > 0))
+
+
+def test_no_more_than_a_chunk_of_logits():
+    targets, weights = jnp.ones((B, 64), jnp.int32), jnp.ones((B, 64))
+    loss = lambda hidden: cross_entropy(hidden, partial(unembed, TABLE), targets, weights, 16)  # noqa: E731
+    text = jax.jit(jax.grad(loss)).lower(jnp.ones((B, 64, D))).as_text()
+    assert f"tensor<{B}x16x{VOCAB}xf64>" in text and f"x64x{VOCAB}xf64" not in text
+    assert f"tensor<4x{B}x16x{VOCAB}xf64>" not in text  # kept for the backward pass
+
+
+def test_narrow_inputs_are_summed_in_float32():
+    hidden, table = HIDDEN.astype(jnp.bfloat16), TABLE.astype(jnp.bfloat16)
+    total = cross_entropy(hidden, partial(unembed, table), TARGETS, WEIGHTS, 4)
+    assert total.dtype == jnp.float32
+    wide = unembed(table, hidden).astype(jnp.float64)  # the logits themselves are bfloat16
+    exact = jnp.sum(WEIGHTS * token_losses(wide, TARGETS))
+    assert float(total) == pytest.approx(float(exact), rel=1e-6)
+
+
+def test_large_logits():
+    logits = jnp.asarray([[[1e4, 0.0], [-1e4, 0.0]]], jnp.float32)
+    losses = token_losses(logits, jnp.asarray([[1, 1]], jnp.int32))
+    np.testing.assert_array_equal(losses, [[1e4, 0.0]])

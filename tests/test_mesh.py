@@ -1,0 +1,158 @@
+"""One step on meshes of eight devices equals the step on one: loss, gradients and new state, nothing split wrongly."""
+
+import dataclasses
+from functools import cache
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import PartitionSpec as P
+
+import k3jax
+from k3jax.run_config import DataConfig, MeshConfig, RunConfig, TrainConfig
+from k3jax.train import step as training
+
+# A KDA layer with a dense and two scanned MLA layers with a MoE part; blocks of 2 over 3 layers, the last partial.
+MODEL = k3jax.ModelConfig(
+    model_type="kimi_k3",
+    vocab_size=64,
+    hidden_size=64,
+    intermediate_size=128,
+    num_hidden_layers=3,
+    num_attention_heads=8,
+    kv_lora_rank=32,
+    qk_nope_head_dim=16,
+    qk_rope_head_dim=8,
+    v_head_dim=16,
+    q_lora_rank=32,
+    mla_use_output_gate=True,
+    kda_layers=(1,),
+    full_attn_layers=(2, 3),
+    kda_head_dim=16,
+    kda_num_heads=8,
+    gate_lower_bound=-5.0,
+    use_full_rank_gate=True,
+    num_experts=16,
+    num_experts_per_token=4,
+    num_shared_experts=2,
+    moe_intermediate_size=64,
+    routed_expert_hidden_size=64,
+    latent_moe_use_norm=True,
+    hidden_act="situ",
+    attn_res_block_size=2,
+)
+MESHES = {
+    "one": MeshConfig(),
+    "fsdp8": MeshConfig(fsdp=8),
+    "expert8": MeshConfig(expert=8),
+    "tensor8": MeshConfig(tensor=8),
+    "fsdp2_expert2_tensor2": MeshConfig(fsdp=2, expert=2, tensor=2),
+    "data2_expert4": MeshConfig(data=2, expert=4),
+}
+B, T = 8, 32
+
+
+def batch(vocab=MODEL.vocab_size):
+    """Packed documents, one row with padding at its end."""
+    rng = np.random.default_rng(0)
+    tokens = rng.integers(0, vocab, size=(B, T + 1)).astype(np.int32)
+    ids = np.sort(rng.integers(1, 4, size=(B, T + 1)), axis=1).astype(np.int32)
+    ids[3, 20:] = 0
+    weights = ((ids[:, :-1] == ids[:, 1:]) & (ids[:, 1:] > 0)).astype(np.float32)
+    return {"tokens": tokens[:, :-1], "targets": tokens[:, 1:], "segment_ids": ids[:, :-1], "weights": weights}
+
+
+@cache
+def one_step(mesh_name, dtype, router_bias=0.0):
+    """(loss, state after the step) on a mesh, as numpy. Nothing is clipped, so Adam's first moment is the gradient."""
+    config = RunConfig(
+        model=MODEL,
+        data=DataConfig(seq_len=T, batch_size=B),
+        train=TrainConfig(steps=10, learning_rate=1e-3, warmup_fraction=0.0, clip_norm=1e9),
+        mesh=MESHES[mesh_name],
+    )
+    config.validate()
+    mesh = k3jax.make_mesh(**dataclasses.asdict(config.mesh))
+    model = k3jax.K3(MODEL, jnp.dtype(dtype), jnp.dtype(dtype), experts="qat", mxfp8_inputs=True)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(training, "make_model", lambda config: model)
+        state = initial_state(config, dtype)
+        with jax.set_mesh(mesh):
+            _, shardings = training.abstract_state(config, mesh)
+            return _step_from(jax.device_put(state, shardings), shardings, config, mesh, router_bias)
+
+
+_INITIAL = {}
+
+
+def initial_state(config, dtype):
+    """The same on every mesh (a test of its own), so made once."""
+    if dtype not in _INITIAL:
+        one = k3jax.make_mesh()
+        with jax.set_mesh(one):
+            _INITIAL[dtype] = jax.device_get(training.init_state(config, one)[0])
+    return _INITIAL[dtype]
+
+
+def _step_from(state, shardings, config, mesh, router_bias):
+    # A bias that favours few experts overflows their capacity; zero is the usual case.
+    tilt = router_bias * np.linspace(0, 1, MODEL.num_experts)
+    router = jax.tree.map(lambda x: jax.device_put(x + jnp.asarray(tilt, x.dtype)[None], x.sharding), state.router)
+    state = state.replace(router=router)
+    part = training.shard_batch(batch(), mesh)
+    new, metrics = training.make_train_step(config, shardings)(state, part)
+    placed = jax.tree.map(lambda x: x.sharding.spec, new.params)
+    return jax.device_get((metrics["loss"], new)), placed
+
+
+def errors(found, expected):
+    """Largest difference of every leaf, relative to the leaf's largest value."""
+    leaves = jax.tree_util.tree_leaves_with_path(expected)
+    result = {}
+    for (path, b), a in zip(leaves, jax.tree.leaves(found), strict=True):
+        scale = np.max(np.abs(b))
+        difference = np.max(np.abs(np.asarray(a, np.float64) - np.asarray(b, np.float64)))
+        result[jax.tree_util.keystr(path)] = float(difference / scale if scale else difference)
+    return result
+
+
+@pytest.mark.parametrize("mesh", [name for name in MESHES if name != "one"])
+@pytest.mark.parametrize("dtype, tolerance", [("float64", 1e-9), ("float32", 1e-4)])
+def test_mesh_equals_one_device(mesh, dtype, tolerance):
+    found, _ = one_step(mesh, dtype)
+    expected, _ = one_step("one", dtype)
+    worst = errors(found, expected)
+    name = max(worst, key=worst.get)
+    assert worst[name] <= tolerance, (name, worst[name])
+
+
+def test_overflowing_experts_lose_nothing():
+    """With a bias that sends every token to the same four experts the mesh still agrees with one device."""
+    found, _ = one_step("fsdp2_expert2_tensor2", "float64", 10.0)
+    expected, _ = one_step("one", "float64", 10.0)
+    worst = errors(found, expected)
+    assert max(worst.values()) <= 1e-9
+    moments = expected[1].opt_state[1][0].mu
+    gradient = moments["segment_1"]["layer_0"]["block_sparse_moe"]["experts"]["w1"]
+    used = np.any(gradient != 0, axis=(0, 2, 3))
+    np.testing.assert_array_equal(used, np.arange(16) >= 12)
+
+
+def test_parameters_lie_where_the_table_says():
+    _, placed = one_step("fsdp2_expert2_tensor2", "float64")
+    assert placed["segment_0"]["layer_0"]["self_attn"]["q_proj"] == P(None, "tensor", None, "fsdp")
+    assert placed["segment_1"]["layer_0"]["block_sparse_moe"]["experts"]["w1"] == P(None, ("expert", "tensor"), "fsdp", None)
+    assert placed["lm_head"] == P("tensor", "fsdp")
+
+
+def test_initial_state_does_not_depend_on_the_mesh():
+    mesh = k3jax.make_mesh(fsdp=2, expert=2, tensor=2)
+    config = RunConfig(model=MODEL, train=TrainConfig(steps=10), mesh=MESHES["fsdp2_expert2_tensor2"])
+    with jax.set_mesh(mesh):
+        found, _ = training.init_state(config, mesh)
+    one = k3jax.make_mesh()
+    with jax.set_mesh(one):
+        expected, _ = training.init_state(config, one)
+    chex.assert_trees_all_equal(jax.device_get(found), jax.device_get(expected))
