@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import flax.linen as nn
 import jax
 from jax import Array
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
+
+Logical = Sequence[str | None]  # names of an array's leading axes
 
 MESH_AXES = ("data", "fsdp", "expert", "context", "tensor")
 
@@ -56,7 +58,7 @@ def make_mesh(
     )
 
 
-def spec(logical: Sequence[str | None], shape: Sequence[int], mesh) -> P:
+def spec(logical: Logical, shape: Sequence[int], mesh) -> P:
     """PartitionSpec of an array whose axes are named `logical` (None: not split).
 
     Raises:
@@ -95,6 +97,26 @@ def constrain(x: Array, *logical: str | None) -> Array:
     """Places an activation by its logical axes on the current mesh."""
     mesh = current_mesh()
     return x if mesh is None else jax.lax.with_sharding_constraint(x, spec(logical, x.shape, mesh))
+
+
+def mesh_axes(name: str | None) -> tuple[str, ...]:
+    """Axes of the current mesh, of more than one device, that a logical axis is split over."""
+    mesh = current_mesh()
+    return () if mesh is None else tuple(axis for axis in RULES.get(name, ()) if mesh.shape[axis] > 1)
+
+
+def on_shards(fn: Callable, in_axes: Sequence[Logical], out_axes: Sequence[Logical]) -> Callable:
+    """`fn` run by every device on its own block of each argument, whose leading axes are named; `fn` itself on one device.
+
+    Example:
+        >>> on_shards(kda, [("batch", None, "heads")] * 5, [("batch", None, "heads"), ("batch", "heads")])
+    """
+    mesh = current_mesh()
+    if mesh is None:
+        return fn
+    to_specs = lambda axes: tuple(P(*(mesh_axes(name) or None for name in logical)) for logical in axes)  # noqa: E731
+    # Results that are equal on several devices are so by construction; the check would not see it through collectives.
+    return jax.shard_map(fn, mesh=mesh, in_specs=to_specs(in_axes), out_specs=to_specs(out_axes), check_vma=False)
 
 
 def tree_shardings(boxed, mesh: Mesh):

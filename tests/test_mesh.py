@@ -70,12 +70,18 @@ def one_step(mesh_name, dtype, router_bias=0.0):
     config = RunConfig(
         model=MODEL,
         data=DataConfig(seq_len=T, batch_size=B),
-        train=TrainConfig(steps=10, learning_rate=1e-3, warmup_fraction=0.0, clip_norm=1e9),
+        # Adam's first step is close to the gradient's sign, which rounding decides where a gradient is nearly zero: a
+        # small rate keeps that out of the comparison of parameters (the gradients themselves are compared as moments).
+        train=TrainConfig(steps=10, learning_rate=1e-4, warmup_fraction=0.0, clip_norm=1e9, qat=dtype == "float64"),
         mesh=MESHES[mesh_name],
     )
     config.validate()
     mesh = k3jax.make_mesh(**dataclasses.asdict(config.mesh))
-    model = k3jax.K3(MODEL, jnp.dtype(dtype), jnp.dtype(dtype), experts="qat", mxfp8_inputs=True)
+    # Rounding to MX is a step: in float32 the order of a sum can put one activation on the other side of it, which is
+    # no fault of the mesh. float64 is compared with QAT on, float32 with it off.
+    qat = config.train.qat
+    experts = "qat" if qat else "dequantized"
+    model = k3jax.K3(MODEL, jnp.dtype(dtype), jnp.dtype(dtype), experts=experts, mxfp8_inputs=qat)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(training, "make_model", lambda config: model)
         state = initial_state(config, dtype)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
@@ -12,7 +14,7 @@ from k3jax.nn.layers import Policy, float32_weight, log_uniform_dt, rms_norm, we
 from k3jax.ops.conv import short_conv
 from k3jax.ops.kda import accumulator, kda, kda_gate, l2norm
 from k3jax.ops.mla import mla_attention
-from k3jax.sharding import constrain
+from k3jax.sharding import constrain, on_shards
 
 LATENT_EPS = 1e-6  # of the two norms inside MLA; every other norm has the config's
 
@@ -59,8 +61,13 @@ class KimiDeltaAttention(nn.Module):
             valid = (ids > 0)[:, :, None]
             k, g = jnp.where(valid[..., None], k, 0), jnp.where(valid[..., None], g, 0)
             beta, segment_ids = jnp.where(valid, beta, 0), None
-        impl = self.policy.kda_impl
-        o, state = kda(q, k, v, g, beta, state, segment_ids, gate_lower_bound=cfg.gate_lower_bound, impl=impl)
+        tokens = ("batch", None, "heads")
+        run = on_shards(
+            partial(kda, gate_lower_bound=cfg.gate_lower_bound, impl=self.policy.kda_impl),
+            [tokens] * 5 + [("batch", "heads"), ("batch",)],
+            [tokens, ("batch", "heads")],
+        )
+        o, state = run(q, k, v, g, beta, state, segment_ids)
 
         if cfg.use_full_rank_gate:
             gate = jnp.einsum("btd,hkd->bthk", x, weight(self, "g_proj", (H, K, D), ("heads", None, "embed"), std))
@@ -111,9 +118,11 @@ class LatentAttention(nn.Module):
             cache, kv_ids = {"latent": latent, "k_rope": k_rope}, present
         w_kv = weight(self, "kv_b_proj", (H, K + V, L), ("heads", None, None), std)
         dtype = self.policy.dtype
-        o = mla_attention(
+        tokens = ("batch", None, "heads")
+        in_axes = [tokens, ("batch",), ("batch",), ("heads",), ("heads",), ("batch",), ("batch",), ()]
+        o = on_shards(lambda *x: (mla_attention(*x),), in_axes, [tokens])(
             q, latent.astype(dtype), k_rope.astype(dtype), w_kv[:, :K], w_kv[:, K:], ids, kv_ids, start
-        )
+        )[0]
         if cfg.mla_use_output_gate:
             gate = jnp.einsum("btd,hvd->bthv", x, weight(self, "g_proj", (H, V, D), ("heads", None, "embed"), std))
             wide = accumulator(dtype)

@@ -9,7 +9,6 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 from jax import Array, lax
-from jax.sharding import PartitionSpec as P
 
 from k3jax.config import MX_BLOCK, ModelConfig
 from k3jax.nn.layers import DenseFFN, Policy, activation, declare, rms_norm, weight
@@ -17,7 +16,7 @@ from k3jax.ops import mx
 from k3jax.ops.experts import apply_experts, expert_ffn
 from k3jax.ops.kda import accumulator
 from k3jax.ops.router import expert_load, quantile_histogram, route
-from k3jax.sharding import RULES, constrain, current_mesh
+from k3jax.sharding import constrain, mesh_axes, on_shards
 
 
 @flax.struct.dataclass
@@ -93,20 +92,10 @@ class LatentMoE(nn.Module):
 
 def _routed(cfg, policy, x, z, valid, gate, bias, experts, seq):
     """The routed part on every device's own tokens: route, exchange, expert products, exchange back."""
-    mesh = current_mesh()
-    split = lambda name: tuple(a for a in RULES.get(name, ()) if mesh is not None and mesh.shape[a] > 1)  # noqa: E731
-    token_axes = split("batch") + split(seq)
-    body = partial(_routed_local, cfg, policy, split("experts"), token_axes)
-    if mesh is None:
-        return body(x, z, valid, gate, bias, *experts)
-    tokens = P(split("batch") or None, split(seq) or None)
-    return jax.shard_map(
-        body,
-        mesh=mesh,
-        in_specs=(tokens, tokens, tokens, P(), P()) + (P(split("experts") or None),) * 3,
-        out_specs=(tokens, P()),
-        check_vma=False,
-    )(x, z, valid, gate, bias, *experts)
+    body = partial(_routed_local, cfg, policy, mesh_axes("experts"), mesh_axes("batch") + mesh_axes(seq))
+    tokens = ("batch", seq)
+    in_axes = [tokens, tokens, tokens, (), ()] + [("experts",)] * 3
+    return on_shards(body, in_axes, [tokens, ()])(x, z, valid, gate, bias, *experts)
 
 
 def _routed_local(cfg, policy, expert_axes, token_axes, x, z, valid, gate, bias, w1, w3, w2):

@@ -14,12 +14,12 @@ def short_conv(
     Args:
         x: [B,T,H,K]. weight: [H,K,W].
         tail: the last W-1 real inputs before x, [B,W-1,H,K]; zeros by default.
-        segment_ids: [B,T], 0 = padding, which holds no meaning in y. A tap reaches only tokens of its own segment and
-            reads padding as zero; a row that continues a `tail` is one segment, whose taps pass over padding.
+        segment_ids: [B,T], 0 = padding, which holds no meaning in y. A tap reaches only tokens of its own segment; a
+            row that continues a `tail` is one segment, whose taps pass over padding.
 
     Returns:
-        y [B,T,H,K] in float32 (float64 for float64 inputs), and the tail for what follows: the last W-1 inputs that
-        are not padding, in the given tail's dtype (x's without one).
+        y [B,T,H,K] in float32 (float64 for float64 inputs), and the tail for what follows: the last W-1 inputs
+        that are not padding, in the given tail's dtype (x's without one).
 
     Example:
         >>> y, tail = short_conv(jnp.ones((1, 5, 1, 1)), jnp.ones((1, 1, 4)))
@@ -33,8 +33,6 @@ def short_conv(
     if not continues:
         tail = jnp.zeros((B, W - 1, H, K), x.dtype)
     real = None if segment_ids is None else segment_ids > 0
-    if real is not None:
-        x = jnp.where(real[:, :, None, None], x, 0)
     joined = jnp.concatenate([tail.astype(x.dtype), x], axis=1)
     together = joined
     if real is not None:  # padding first, then the tail and the real inputs side by side

@@ -18,7 +18,7 @@ def schedule(train: TrainConfig) -> optax.Schedule:
         init_value=train.learning_rate / warmup,
         peak_value=train.learning_rate,
         warmup_steps=warmup,
-        decay_steps=max(train.steps, warmup + 1),
+        decay_steps=max(train.steps - 1, warmup + 1),  # the first step is number 0
         end_value=train.learning_rate * train.final_learning_rate,
     )
 

@@ -23,8 +23,22 @@ def load(name, dtype, experts="dequantized"):
     cfg = k3jax.ModelConfig.from_hf(DATA / name)
     variables = k3jax.load_hf(DATA / name, param_dtype=jnp.dtype(dtype), experts=experts)
     model = k3jax.K3(cfg, dtype=jnp.dtype(dtype), param_dtype=jnp.dtype(dtype), experts=experts)
-    apply = jax.jit(lambda v, tokens, mask, cache: model.apply(v, tokens, mask, cache=cache))
+    # One function for all, always with a mask where it is shared: compilation is what these tests cost.
+    apply = jax.jit(
+        lambda v, tokens, mask, cache: model.apply(v, tokens, mask, cache=cache, mutable=["intermediates"])
+    )
     return cfg, model, variables, apply, np.load(DATA / name / "golden.npz")
+
+
+def decode(cfg, variables, apply, tokens, mask, prefill, dtype):
+    """Prefill, then one token at a time: (output of the prefill, logits of the rest, last cache)."""
+    cache = k3jax.init_cache(cfg, tokens.shape[0], tokens.shape[1], jnp.dtype(dtype))
+    first, _ = out, _ = apply(variables, tokens[:, :prefill], mask[:, :prefill], cache)
+    logits = []
+    for t in range(prefill, tokens.shape[1]):
+        out, _ = apply(variables, tokens[:, t : t + 1], mask[:, t : t + 1], out.cache)
+        logits.append(out.logits)
+    return first, jnp.concatenate(logits, 1), out.cache
 
 
 def relative(found, golden):
@@ -44,9 +58,9 @@ def both(*names):
 @pytest.mark.parametrize("name", NAMES)
 @both()
 def test_forward(name, dtype):
-    cfg, model, variables, _, golden = load(name, dtype)
-    run = jax.jit(lambda v, x: model.apply(v, x, mutable=["intermediates"]))
-    out, state = run(variables, jnp.asarray(golden["input_ids"]))
+    cfg, _, variables, apply, golden = load(name, dtype)
+    tokens = jnp.asarray(golden["input_ids"])
+    out, state = apply(variables, tokens, jnp.ones_like(tokens), None)
     assert relative(out.logits, golden["logits"]) <= TOLERANCE[dtype]
     sums = [stacked(state["intermediates"], cfg, i)["prefix_sum"][0] for i in range(cfg.num_hidden_layers)]
     errors = [relative(p, expected) for p, expected in zip(sums, golden["layer_prefix_sums"], strict=True)]
@@ -54,11 +68,11 @@ def test_forward(name, dtype):
 
 
 @both()
-def test_packed_experts_give_the_same(dtype):
+def test_packed_experts_without_a_mask_give_the_same(dtype):
     _, _, variables, apply, golden = load("k3_tiny", dtype, "packed")
     experts = variables["params"]["segment_1"]["layer_0"]["block_sparse_moe"]["experts"]
     assert experts["w1_packed"].dtype == jnp.uint8
-    out = apply(variables, jnp.asarray(golden["input_ids"]), None, None)
+    out, _ = apply(variables, jnp.asarray(golden["input_ids"]), None, None)
     assert relative(out.logits, golden["logits"]) <= TOLERANCE[dtype]
 
 
@@ -67,17 +81,13 @@ def test_packed_experts_give_the_same(dtype):
 def test_prefill_and_decode(name, dtype):
     cfg, _, variables, apply, golden = load(name, dtype)
     tokens, n = jnp.asarray(golden["input_ids"]), int(golden["cache.prefill_len"])
-    out = apply(variables, tokens[:, :n], None, k3jax.init_cache(cfg, 2, tokens.shape[1], jnp.dtype(dtype)))
-    assert relative(out.logits, golden["cache.prefill_logits"]) <= TOLERANCE[dtype]
+    first, logits, last = decode(cfg, variables, apply, tokens, jnp.ones_like(tokens), n, dtype)
+    assert relative(first.logits, golden["cache.prefill_logits"]) <= TOLERANCE[dtype]
     for i in (i for i, kind in enumerate(cfg.layers) if kind.mixer == "kda"):
-        state = stacked(out.cache.layers, cfg, i)["state"]
+        state = stacked(first.cache.layers, cfg, i)["state"]
         assert relative(state, golden[f"cache.state_{i}"]) <= TOLERANCE[dtype], i
-    logits = []
-    for t in range(n, tokens.shape[1]):
-        out = apply(variables, tokens[:, t : t + 1], None, out.cache)
-        logits.append(out.logits)
-    assert relative(jnp.concatenate(logits, 1), golden["cache.decode_logits"]) <= TOLERANCE[dtype]
-    assert int(out.cache.length) == tokens.shape[1]
+    assert relative(logits, golden["cache.decode_logits"]) <= TOLERANCE[dtype]
+    assert int(last.length) == tokens.shape[1]
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -86,14 +96,10 @@ def test_left_padding(name, dtype):
     cfg, _, variables, apply, golden = load(name, dtype)
     tokens, mask = jnp.asarray(golden["leftpad.input_ids"]), jnp.asarray(golden["leftpad.attention_mask"])
     n, real = int(golden["cache.prefill_len"]), np.asarray(mask)[..., None] > 0
-    out = apply(variables, tokens, mask, None)
+    out, _ = apply(variables, tokens, mask, None)
     assert relative(np.where(real, out.logits, 0), np.where(real, golden["leftpad.logits"], 0)) <= TOLERANCE[dtype]
-    out = apply(variables, tokens[:, :n], mask[:, :n], k3jax.init_cache(cfg, 2, tokens.shape[1], jnp.dtype(dtype)))
-    logits = []
-    for t in range(n, tokens.shape[1]):
-        out = apply(variables, tokens[:, t : t + 1], mask[:, t : t + 1], out.cache)
-        logits.append(out.logits)
-    assert relative(jnp.concatenate(logits, 1), golden["leftpad.decode_logits"]) <= TOLERANCE[dtype]
+    _, logits, _ = decode(cfg, variables, apply, tokens, mask, n, dtype)
+    assert relative(logits, golden["leftpad.decode_logits"]) <= TOLERANCE[dtype]
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -126,8 +132,8 @@ def test_gradients(name):
                     seen += 1
                     errors[key] = abs(np.linalg.norm(gradient) - golden[key]) / max(golden[key], 1e-300)
                 elif ".experts." not in key:  # of the experts the reference keeps a sample
-                    # It never uses the first layer's mixture, so that has no gradient there and none here.
-                    assert "layers.0.self_attention_res" in key and np.all(gradient == 0), key
+                    # It never uses the first layer's mixture, of one source, which has no gradient here but for rounding.
+                    assert "layers.0.self_attention_res" in key and np.max(np.abs(gradient)) < 1e-18, key
     assert seen == sum(key.startswith("grad.gnorm.") for key in golden.files)
     worst = max(errors, key=errors.get)
     assert errors[worst] <= 1e-8, (worst, errors[worst])

@@ -18,37 +18,16 @@ from k3jax import K3, ModelConfig, init_cache, load_hf, save_hf
 from k3jax.config import Segment
 from k3jax.nn.moe import RouterStats
 
-CONFIGS = Path(__file__).parents[2] / "configs"
+ROOT = Path(__file__).parents[2]
 
-# Both mixers and both feed-forward parts in two bodies: a dense KDA layer, then two MoE MLA layers in one scan.
-TINY = ModelConfig(
-    model_type="kimi_k3",
-    vocab_size=48,
-    hidden_size=32,
-    intermediate_size=48,
+# Both mixers and both feed-forward parts in two bodies: a dense KDA layer, then two MLA MoE layers scanned.
+TINY = dataclasses.replace(
+    ModelConfig.from_hf(ROOT / "tests" / "data" / "k3_tiny"),
     num_hidden_layers=3,
-    num_attention_heads=2,
-    kv_lora_rank=16,
-    qk_nope_head_dim=8,
-    qk_rope_head_dim=4,
-    v_head_dim=8,
-    q_lora_rank=12,
-    mla_use_output_gate=True,
     kda_layers=(1,),
     full_attn_layers=(2, 3),
-    kda_head_dim=8,
-    kda_num_heads=2,
-    gate_lower_bound=-5.0,
-    use_full_rank_gate=True,
-    num_experts=8,
-    num_experts_per_token=2,
-    num_shared_experts=1,
-    moe_intermediate_size=32,
-    routed_expert_hidden_size=32,
-    latent_moe_use_norm=True,
-    hidden_act="situ",
     attn_res_block_size=2,
-    quantized_experts=True,
+    vision=None,
 )
 # The released pattern: 3 to 1, an extra last MLA layer, and blocks of 4 of which the last is not full.
 DEEP = dataclasses.replace(
@@ -67,10 +46,8 @@ def random_variables(cfg, dtype="float64", seed=0):
     shapes = jax.eval_shape(lambda: nn.unbox(model.init(jax.random.key(0), jnp.zeros((1, 2), jnp.int32))))
 
     def draw(path, leaf):
-        name = path[-1].key
-        centre = 1.0 if "norm" in name else 0.0
-        spread = 0.1 if name == "e_score_correction_bias" else 0.3
-        return jnp.asarray(centre + spread * rng.normal(size=leaf.shape), leaf.dtype)
+        centre = 1.0 if "norm" in path[-1].key else 0.0
+        return jnp.asarray(centre + 0.1 * rng.normal(size=leaf.shape), leaf.dtype)
 
     return jax.tree_util.tree_map_with_path(draw, {name: shapes[name] for name in ("params", "router")})
 
@@ -124,7 +101,7 @@ def test_at_init_the_mixture_over_depth_is_the_uniform_average():
     embedding = variables["params"]["embed_tokens"][tokens]
     expected = (embedding + rest[0] + rest[1]) / 3
     np.testing.assert_allclose(out.hidden, expected, rtol=0, atol=1e-6 * np.abs(expected).max())
-    assert first.shape == (1, 2, 5, 32) and np.all(np.any(rest[1] != 0, axis=-1))
+    assert first.shape == (1, 2, 5, 64) and np.all(np.any(rest[1] != 0, axis=-1))
 
 
 def test_initial_parameters():
@@ -132,16 +109,16 @@ def test_initial_parameters():
     layer = variables["params"]["segment_0"]["layer_0"]
     assert np.all(layer["self_attn"]["A_log"] == 0) and np.all(layer["input_layernorm"] == 1)
     (bias,) = jax.tree.leaves(variables["router"])
-    assert bias.shape == (2, 8) and not bias.any()
+    assert bias.shape == (2, 12) and not bias.any()
     experts = variables["params"]["segment_1"]["layer_0"]["block_sparse_moe"]["experts"]["w1"]
-    assert experts.shape == (2, 8, 32, 32)
+    assert experts.shape == (2, 12, 64, 32)
     assert not np.array_equal(experts[0], experts[1])  # repeats of one body draw their own
     assert float(jnp.std(experts)) == pytest.approx(TINY.initializer_range, rel=0.05)
 
 
 @pytest.mark.parametrize("name", ["kimi_k3", "kimi_linear_48b"])
 def test_full_size_parameter_count(name):
-    cfg = runpy.run_path(str(CONFIGS / f"{name}.py"))["model"]
+    cfg = runpy.run_path(str(ROOT / "configs" / f"{name}.py"))["model"]
     shapes = jax.eval_shape(K3(cfg).init, jax.random.key(0), jnp.zeros((1, 2), jnp.int32))
     counted = jax.tree.leaves(nn.unbox({name: shapes[name] for name in ("params", "router")}))
     assert sum(leaf.size for leaf in counted) == cfg.num_parameters
@@ -188,9 +165,9 @@ def test_gradients_stay_in_their_document(kda_impl, leak):
     np.testing.assert_array_equal(moved, np.unique(tokens[IDS == 2]))
 
 
-def continued(apply, variables, texts, chunks, dtype=jnp.float64):
-    """Logits of texts [B,T] that arrive in chunks: of each row a string, where '.' is padding and 'x' a token."""
-    cache = init_cache(TINY, len(texts), sum(len(chunk[0]) for chunk in chunks), dtype)
+def continued(apply, variables, texts, chunks):
+    """Logits of texts [B,T] that arrive in chunks; of a row, "." is padding and "x" the next token."""
+    cache = init_cache(TINY, len(texts), sum(len(chunk[0]) for chunk in chunks), jnp.float64)
     logits, used = [[] for _ in texts], [0] * len(texts)
     for chunk in chunks:
         mask = np.asarray([[c == "x" for c in row] for row in chunk])
@@ -199,7 +176,6 @@ def continued(apply, variables, texts, chunks, dtype=jnp.float64):
             tokens[row, real] = texts[row, used[row] : used[row] + real.sum()]
             used[row] += real.sum()
         out = apply(variables, jnp.asarray(tokens), jnp.asarray(mask), cache=cache)
-        assert jax.tree.map(lambda x: x.dtype, out.cache) == jax.tree.map(lambda x: x.dtype, cache)
         cache = out.cache
         for row, real in enumerate(mask):
             logits[row].append(np.asarray(out.logits)[row, real])
@@ -222,11 +198,13 @@ def test_chunks_give_the_whole(chunks):
     close(continued(apply, variables, texts, chunks), apply(variables, texts).logits)
 
 
-def test_a_cache_keeps_its_own_dtype():
-    _, variables, apply = tiny("float32")
-    variables, texts = settled(variables), tokens_of(3, 2, 12)
-    found = continued(apply, variables, texts, [("xxxxxx", "xxxxxx")] * 2, jnp.bfloat16)
-    close(found, apply(variables, texts).logits, 2e-2)  # latents and tails in 8 bits
+def test_a_cache_keeps_its_own_dtypes():
+    # One program, or one scan, decodes token after token only if they stay.
+    model, variables, _ = tiny("float32")
+    for dtype in (jnp.bfloat16, jnp.float32, jnp.float64):
+        cache = init_cache(TINY, 2, 4, dtype)
+        out = jax.eval_shape(model.apply, variables, tokens_of(4, 2, 1), jnp.ones((2, 1), bool), cache=cache)
+        assert jax.tree.map(lambda x: x.dtype, out.cache) == jax.tree.map(lambda x: x.dtype, cache)
 
 
 # ---- scanned layers --------------------------------------------------------------------------------
@@ -264,9 +242,8 @@ def test_a_qat_model_is_its_packed_export_bit_for_bit(tmp_path):
     assert {leaf.dtype for leaf in jax.tree.leaves(experts)} == {jnp.dtype(jnp.uint8)}
     model = K3(TINY, experts="packed", mxfp8_inputs=True)
     tokens = tokens_of(5, 2, 19)
-    qat, exported = apply(variables, tokens).logits, jax.jit(model.apply)(packed, tokens).logits
-    np.testing.assert_array_equal(exported, qat)
-    assert not np.array_equal(qat, tiny("float32")[2](variables, tokens).logits)
+    exported = jax.jit(model.apply)(packed, tokens).logits
+    np.testing.assert_array_equal(exported, apply(variables, tokens).logits)
 
 
 def floating_dtypes(jaxpr):
@@ -298,7 +275,9 @@ def test_bfloat16():
     out = apply(variables, tokens)
     assert out.logits.dtype == out.hidden.dtype == jnp.bfloat16
     wide = jax.tree.map(lambda x: x.astype(jnp.float64), variables)
-    close(out.logits.astype(jnp.float64), tiny()[2](wide, tokens).logits, 5e-2)
+    exact = np.asarray(tiny()[2](wide, tokens).logits)
+    error = np.asarray(out.logits, np.float64) - exact
+    assert 1e-3 < np.linalg.norm(error) / np.linalg.norm(exact) < 5e-2  # some tens of roundings of 2^-9
 
 
 # ---- refusals --------------------------------------------------------------------------------------

@@ -1,0 +1,155 @@
+"""Runs as a user starts them, on a tiny model: what they leave behind, how they stop, how they go on."""
+
+import dataclasses
+import json
+
+import chex
+import jax
+import numpy as np
+import pytest
+
+import k3jax
+from k3jax.run_config import DataConfig, MeshConfig, RunConfig, TrainConfig
+from k3jax.train import loop
+from k3jax.train.checkpoint import Checkpoints
+from k3jax.train.export import export_checkpoint, import_checkpoint
+from k3jax.train.step import abstract_state
+
+MODEL = k3jax.ModelConfig(
+    model_type="kimi_k3",
+    vocab_size=256,
+    hidden_size=32,
+    intermediate_size=64,
+    num_hidden_layers=2,
+    num_attention_heads=2,
+    kv_lora_rank=16,
+    qk_nope_head_dim=16,
+    qk_rope_head_dim=8,
+    v_head_dim=16,
+    mla_use_output_gate=True,
+    kda_layers=(1,),
+    full_attn_layers=(2,),
+    kda_head_dim=16,
+    kda_num_heads=2,
+    gate_lower_bound=-5.0,
+    use_full_rank_gate=True,
+    num_experts=8,
+    num_experts_per_token=2,
+    num_shared_experts=1,
+    moe_intermediate_size=32,
+    hidden_act="situ",
+    attn_res_block_size=2,
+    quantized_experts=True,
+)
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("text")
+    rng = np.random.default_rng(0)
+    for i in range(10):
+        words = rng.choice(["alpha ", "beta ", "gamma\n", "delta "], size=200)
+        (folder / f"{i}.txt").write_text("".join(words))
+    return str(folder)
+
+
+@pytest.fixture(scope="module")
+def config(text):
+    return RunConfig(
+        model=MODEL,
+        data=DataConfig(paths=(text,), seq_len=32, batch_size=8, held_out=0.2),
+        train=TrainConfig(
+            steps=6, learning_rate=1e-2, checkpoint_every=4, log_every=1, eval_windows=16, remat=True
+        ),
+        mesh=MeshConfig(fsdp=2, expert=2),
+    )
+
+
+@pytest.fixture(scope="module")
+def run(config, tmp_path_factory):
+    out = tmp_path_factory.mktemp("run") / "first"
+    config = dataclasses.replace(config, out=str(out))
+    return config, loop.train(config)
+
+
+def final_state(config, folder, step=6):
+    mesh = k3jax.make_mesh(**dataclasses.asdict(config.mesh))
+    with jax.set_mesh(mesh):
+        return jax.device_get(Checkpoints(folder).restore(step, abstract_state(config, mesh)[0])[0])
+
+
+def test_run_leaves_numbers_plot_and_checkpoints(run):
+    config, result = run
+    lines = [json.loads(line) for line in (result.plot.parent / "metrics.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines] == [1, 2, 3, 4, 5, 6]
+    assert lines[-1]["loss"] < lines[0]["loss"] and lines[-1]["expert_load"] >= 1
+    assert result.plot.read_bytes().startswith(b"\x89PNG")
+    assert Checkpoints(result.checkpoint.parent).steps() == [4, 6]
+    assert 0 < result.held_out_loss < lines[0]["loss"] and 0 < result.bigram_loss < 3
+    assert result.eval_bytes > 0
+
+
+def test_resumed_run_ends_with_the_same_bits(run, tmp_path):
+    config, result = run
+    again = dataclasses.replace(config, out=str(tmp_path / "again"), resume=str(result.checkpoint.parent / "4"))
+    resumed = loop.train(again)
+    chex.assert_trees_all_equal(
+        final_state(config, resumed.checkpoint.parent), final_state(config, result.checkpoint.parent)
+    )
+    assert resumed.held_out_loss == result.held_out_loss
+
+
+def test_another_mesh_continues_a_run(run, tmp_path):
+    config, result = run
+    other = dataclasses.replace(
+        config,
+        out=str(tmp_path / "other"),
+        resume=str(result.checkpoint.parent / "4"),
+        mesh=MeshConfig(data=2, tensor=2),
+    )
+    resumed = loop.train(other)
+    assert resumed.held_out_loss == pytest.approx(result.held_out_loss, rel=2e-3)
+
+
+def test_export_and_import_round_trip(run, tmp_path):
+    config, result = run
+    export_checkpoint(result.checkpoint, tmp_path / "released")
+    import_checkpoint(tmp_path / "released", tmp_path / "imported")
+    export_checkpoint(tmp_path / "imported", tmp_path / "again")
+    files = sorted(path.name for path in (tmp_path / "released").iterdir())
+    assert "model.safetensors.index.json" in files
+    for name in files:
+        assert (tmp_path / "released" / name).read_bytes() == (tmp_path / "again" / name).read_bytes()
+    tuned = dataclasses.replace(config, out=str(tmp_path / "tuned"), resume=str(tmp_path / "imported"))
+    assert loop.train(tuned).train_loss < result.train_loss
+
+
+def test_divergence_names_the_step_and_keeps_the_last_good_checkpoint(run, tmp_path):
+    config, result = run
+    train = dataclasses.replace(config.train, learning_rate=1e30, checkpoint_every=1, warmup_fraction=0.0)
+    bad = dataclasses.replace(config, train=train, out=str(tmp_path / "bad"))
+    with pytest.raises(loop.Diverged, match=r"step 2: \w+ is (nan|inf); training stopped, the last good checkpoint is 1"):
+        loop.train(bad)
+    assert Checkpoints(tmp_path / "bad" / "checkpoints").steps() == [1]
+
+
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        (lambda c, r: dataclasses.replace(c, resume=None), "already holds a run; continue it with resume="),
+        (lambda c, r: dataclasses.replace(c, resume=c.out), "train.steps=6: the checkpoint is already at step 6"),
+        (
+            lambda c, r: dataclasses.replace(c, resume=c.out, model=dataclasses.replace(MODEL, num_experts_per_token=3)),
+            "holds another model",
+        ),
+        (
+            lambda c, r: dataclasses.replace(c, model=dataclasses.replace(MODEL, vocab_size=128)),
+            "model.vocab_size=128: must be at least 256",
+        ),
+        (lambda c, r: dataclasses.replace(c, mesh=MeshConfig(fsdp=16), data=DataConfig(c.data.paths, 32, 16)), "needs 16 devices; there are 8"),
+    ],
+)
+def test_mistakes_are_named(run, change, message):
+    config, result = run
+    with pytest.raises(ValueError, match=message):
+        loop.train(change(config, result))
