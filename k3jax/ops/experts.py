@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -12,7 +13,8 @@ from jax import Array, lax
 from k3jax.ops import mx
 from k3jax.ops.kda import accumulator
 
-CAPACITY_FACTOR = 1.25  # room for an expert in one round, against a balanced load
+# Room for an expert in one round: a balanced load's spread (2 sigma of random routing) and a quarter more.
+CAPACITY_FACTOR, CAPACITY_SIGMAS = 1.25, 2.0
 
 
 class Activation(NamedTuple):
@@ -88,8 +90,8 @@ def apply_experts(
     """
     (n, L), k, E = x.shape, indices.shape[1], num_experts
     ways = lax.axis_size(axes) if axes else 1
-    balanced = -(-int(n * k * CAPACITY_FACTOR) // E)
-    capacity = min(n, -(-balanced // 8) * 8)
+    balanced = n * k / E
+    capacity = min(n, 8 * math.ceil((CAPACITY_FACTOR * balanced + CAPACITY_SIGMAS * balanced**0.5) / 8))
 
     # Place of every (token, choice) among the rows of its expert, in order of token.
     expert = jnp.where(valid[:, None], indices, E).astype(jnp.int32).reshape(-1)
