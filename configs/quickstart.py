@@ -42,7 +42,7 @@ model = ModelConfig(
 
 config = RunConfig(
     model=model,
-    data=DataConfig(seq_len=128, batch_size=8),
+    data=DataConfig(seq_len=64, batch_size=8),
     train=TrainConfig(
         steps=205, learning_rate=2e-3, warmup_fraction=0.1, remat=False, checkpoint_every=50, eval_windows=256
     ),

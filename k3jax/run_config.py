@@ -60,7 +60,7 @@ class DataConfig:
     held_out: float = 0.05
     """Fraction of the files kept for evaluation."""
     seed: int = 0
-    """Seed of the split and the order of the data."""
+    """Seed of the order of the data."""
 
 
 @dataclass(frozen=True)

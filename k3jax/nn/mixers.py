@@ -47,10 +47,12 @@ class KimiDeltaAttention(nn.Module):
         q, k, v = mixed("q"), mixed("k"), mixed("v")
         q, k, v = (l2norm(q) * K**-0.5).astype(dtype), l2norm(k).astype(dtype), v.astype(dtype)
 
-        beta = jnp.einsum("btd,hd->bth", x, weight(self, "b_proj", (H, D), ("heads", "embed"), std))
-        beta = jax.nn.sigmoid(beta.astype(wide))
+        # What decides beta and decay is not rounded to a narrower compute dtype on its way.
+        w = weight(self, "b_proj", (H, D), ("heads", "embed"), std)
+        beta = jax.nn.sigmoid(jnp.einsum("btd,hd->bth", x, w, preferred_element_type=wide))
         z = jnp.einsum("btd,kd->btk", x, weight(self, "f_a_proj", (K, D), (None, "embed"), std))
-        z = jnp.einsum("btl,hkl->bthk", z, weight(self, "f_b_proj", (H, K, K), ("heads", None, None), std))
+        w = weight(self, "f_b_proj", (H, K, K), ("heads", None, None), std)
+        z = jnp.einsum("btl,hkl->bthk", z, w, preferred_element_type=wide)
         A_log = float32_weight(self, "A_log", nn.initializers.zeros, (H,), ("heads",))
         dt_bias = float32_weight(self, "dt_bias", log_uniform_dt(), (H, K), ("heads", None))
         g = kda_gate(z, A_log, dt_bias, cfg.gate_lower_bound)
