@@ -141,10 +141,10 @@ def balanced(router, stats, k: int):
 
 
 def worst_load(stats) -> Array:
-    """max over MoE layers of (largest expert load / mean expert load)."""
+    """max over MoE layers of (largest expert load / mean expert load); 1 for a model without any."""
     loads = [s.load.astype(jnp.float32) for s in jax.tree.leaves(stats, is_leaf=lambda x: isinstance(x, RouterStats))]
     ratios = [jnp.max(jnp.max(x, axis=-1) / jnp.maximum(jnp.mean(x, axis=-1), 1e-9)) for x in loads]
-    return jnp.max(jnp.stack(ratios))
+    return jnp.max(jnp.stack(ratios)) if ratios else jnp.ones(())
 
 
 def shard_batch(batch: dict, mesh) -> dict[str, Array]:

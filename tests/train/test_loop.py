@@ -15,34 +15,6 @@ from k3jax.train.checkpoint import Checkpoints
 from k3jax.train.export import export_checkpoint, import_checkpoint
 from k3jax.train.step import abstract_state
 
-MODEL = k3jax.ModelConfig(
-    model_type="kimi_k3",
-    vocab_size=256,
-    hidden_size=32,
-    intermediate_size=64,
-    num_hidden_layers=2,
-    num_attention_heads=2,
-    kv_lora_rank=16,
-    qk_nope_head_dim=16,
-    qk_rope_head_dim=8,
-    v_head_dim=16,
-    mla_use_output_gate=True,
-    kda_layers=(1,),
-    full_attn_layers=(2,),
-    kda_head_dim=16,
-    kda_num_heads=2,
-    gate_lower_bound=-5.0,
-    use_full_rank_gate=True,
-    num_experts=8,
-    num_experts_per_token=2,
-    num_shared_experts=1,
-    moe_intermediate_size=32,
-    hidden_act="situ",
-    attn_res_block_size=2,
-    quantized_experts=True,
-)
-
-
 @pytest.fixture(scope="module")
 def text(tmp_path_factory):
     folder = tmp_path_factory.mktemp("text")
@@ -54,9 +26,9 @@ def text(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def config(text):
+def config(text, tiny):
     return RunConfig(
-        model=MODEL,
+        model=tiny,
         data=DataConfig(paths=(text,), seq_len=32, batch_size=8, held_out=0.2),
         train=TrainConfig(
             steps=6, learning_rate=1e-2, checkpoint_every=4, log_every=1, eval_windows=16, remat=True
@@ -139,11 +111,11 @@ def test_divergence_names_the_step_and_keeps_the_last_good_checkpoint(run, tmp_p
         (lambda c, r: dataclasses.replace(c, resume=None), "already holds a run; continue it with resume="),
         (lambda c, r: dataclasses.replace(c, resume=c.out), "train.steps=6: the checkpoint is already at step 6"),
         (
-            lambda c, r: dataclasses.replace(c, resume=c.out, model=dataclasses.replace(MODEL, num_experts_per_token=3)),
+            lambda c, r: dataclasses.replace(c, resume=c.out, model=dataclasses.replace(c.model, num_experts_per_token=3)),
             "holds another model",
         ),
         (
-            lambda c, r: dataclasses.replace(c, model=dataclasses.replace(MODEL, vocab_size=128)),
+            lambda c, r: dataclasses.replace(c, model=dataclasses.replace(c.model, vocab_size=128)),
             "model.vocab_size=128: must be at least 256",
         ),
         (lambda c, r: dataclasses.replace(c, mesh=MeshConfig(fsdp=16), data=DataConfig(c.data.paths, 32, 16)), "needs 16 devices; there are 8"),

@@ -1,0 +1,74 @@
+"""Generation against the model itself, and the sampler against hand-made distributions."""
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import k3jax
+from k3jax.nn.model import init_variables
+from k3jax.serve.generate import generate_text, generate_tokens
+from k3jax.serve.sampler import sample
+from k3jax.train.data import ByteTokenizer
+
+
+@pytest.fixture(scope="module")
+def model(tiny):
+    model = k3jax.K3(tiny)
+    variables = nn.unbox(init_variables(model, jax.random.key(1)))
+    # Spread the logits, so that a wrong cache or mask would change the likeliest token.
+    variables["params"]["lm_head"] = 30 * variables["params"]["lm_head"]
+    return model, variables
+
+
+def test_greedy_is_the_likeliest_token_of_the_whole_text_each_time(model):
+    model, variables = model
+    prompt = ByteTokenizer.encode("hello, world")
+    found = list(generate_tokens(model, variables, prompt, 6, temperature=0.0))
+    text, mask = np.zeros((1, 18), np.int32), np.zeros((1, 18), np.int32)
+    text[0, :12], mask[0, :12] = prompt, 1
+    logits = jax.jit(lambda tokens, mask: model.apply(variables, tokens, mask).logits)
+    for i in range(6):
+        text[0, 12 + i] = int(np.argmax(logits(jnp.asarray(text), jnp.asarray(mask))[0, 11 + i]))
+        mask[0, 12 + i] = 1
+    assert found == text[0, 12:].tolist()
+
+
+def test_generation_depends_on_the_seed_alone(model):
+    model, variables = model
+    prompt = ByteTokenizer.encode("a")
+    first, again, other = (
+        list(generate_tokens(model, variables, prompt, 8, temperature=2.0, seed=seed)) for seed in (0, 0, 1)
+    )
+    assert first == again != other
+
+
+def test_prompts_are_checked(model):
+    model, variables = model
+    with pytest.raises(ValueError, match="prompt: found no tokens"):
+        next(generate_tokens(model, variables, np.array([], np.int32), 4))
+    with pytest.raises(ValueError, match=r"token id 256 at position \[1\] is outside the vocabulary of 256"):
+        next(generate_tokens(model, variables, np.array([1, 256]), 4))
+
+
+def test_text_needs_a_byte_model():
+    folder = __file__.rsplit("serve", 1)[0] + "data/k3_tiny"
+    with pytest.raises(ValueError, match="vocab_size=128, text needs a byte model"):
+        next(generate_text(folder, "x"))
+
+
+def test_sampler_keeps_to_top_k_and_top_p():
+    logits = jnp.log(jnp.array([[0.5, 0.3, 0.15, 0.05]] * 2000))
+
+    def drawn(**limits):
+        tokens = np.asarray(sample(logits, jax.random.key(0), 1.0, **limits))
+        return np.bincount(tokens, minlength=4) / 2000
+
+    np.testing.assert_allclose(drawn(), [0.5, 0.3, 0.15, 0.05], atol=0.04)
+    np.testing.assert_allclose(drawn(top_k=2), [0.625, 0.375, 0, 0], atol=0.04)
+    np.testing.assert_allclose(drawn(top_p=0.6), [0.625, 0.375, 0, 0], atol=0.04)  # the set first to hold 0.6
+    np.testing.assert_array_equal(drawn(top_p=0.4), [1, 0, 0, 0])
+    cold = np.asarray(sample(logits, jax.random.key(0), 0.25))
+    assert abs(np.mean(cold == 0) - 0.5**4 / (0.5**4 + 0.3**4 + 0.15**4 + 0.05**4)) < 0.04
+    assert np.all(np.asarray(sample(logits, jax.random.key(0), 0.0)) == 0)
