@@ -51,9 +51,11 @@ def init_state(config: RunConfig, mesh) -> tuple[TrainState, TrainState]:
 
     Call within `jax.set_mesh(mesh)`.
     """
-    abstract, shardings = abstract_state(config, mesh)
-    del abstract
-    return jax.jit(lambda: nn.unbox(_boxed_state(config)), out_shardings=shardings)(), shardings
+    _, shardings = abstract_state(config, mesh)
+    # It runs once: on CPU, optimising its hundreds of random number generators costs minutes (JAX 0.12) and gains nothing.
+    options = {"xla_backend_optimization_level": 0} if jax.default_backend() == "cpu" else None
+    make = jax.jit(lambda: nn.unbox(_boxed_state(config)), out_shardings=shardings, compiler_options=options)
+    return make(), shardings
 
 
 def abstract_state(config: RunConfig, mesh) -> tuple[TrainState, TrainState]:
