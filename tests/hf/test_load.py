@@ -119,7 +119,7 @@ def test_shards_may_be_links_to_elsewhere(copy_golden, tmp_path):
     (tmp_path / "blobs").mkdir()
     for file in copy.folder.glob("*.safetensors"):
         file.symlink_to(file.rename(tmp_path / "blobs" / file.name))
-    load_hf(copy.folder)
+    assert load_hf(copy.folder)["params"]["norm"].shape == (64,)
 
 
 def test_a_config_given_beats_the_folder_s(copy_golden):
