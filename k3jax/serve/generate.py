@@ -13,6 +13,7 @@ import numpy as np
 from jax import Array
 
 from k3jax.cache import init_cache
+from k3jax.config import ModelConfig
 from k3jax.hf import load_hf
 from k3jax.nn.model import K3
 from k3jax.serve.sampler import sample
@@ -32,8 +33,6 @@ def load_model(
     """
     if (Path(checkpoint) / "config.json").is_file():
         variables = load_hf(checkpoint, experts=experts)
-        from k3jax.config import ModelConfig
-
         return K3(ModelConfig.from_hf(checkpoint), experts=experts, mxfp8_inputs=mxfp8_inputs), variables
     cfg, variables, meta = restore_weights(checkpoint)
     # A run's weights are not packed; used as they were trained they give what their export gives packed.
