@@ -6,14 +6,11 @@ same from matrix products over tiles of `TILE` tokens.
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-TILE = 16  # tokens of one matrix product: decay bounded by e^-5 a token spans e^80 in a tile, which float32 holds
-GROUP = 8  # tiles whose state-free part is computed together
+from k3jax.ops.kda_chunked import TILE, Segments, Slots, chunked, whole_groups
 
 
 def l2norm(x: Array, eps: float = 1e-6) -> Array:
@@ -187,156 +184,22 @@ def _scan(q, k, v, g, beta, initial_state, ids):
 # ---- chunked ---------------------------------------------------------------------------------------------------------
 
 
-@jax.custom_jvp
-def _unit_lower_inverse(strict: Array) -> Array:
-    """(I + strict)^-1 for strictly lower triangular [B,H,C,C], C a power of two, by blocks of 1, 2, 4, ...
-
-    With the diagonal blocks a, d inverted, [[a, 0], [b, d]]^-1 = [[a^-1, 0], [-d^-1 b a^-1, d^-1]]. Unlike a product
-    of powers this stays accurate when keys repeat and beta is near 1.
-    """
-    C = strict.shape[-1]
-    index = jnp.arange(C)
-
-    def below(size):
-        block = index // size
-        mask = (block % 2 == 1)[:, None] & (block[:, None] - 1 == block[None, :])
-        return jnp.where(mask[None, None], strict, 0)
-
-    inverse = jnp.eye(C, dtype=strict.dtype)[None, None] - below(1)
-    size = 2
-    while size < C:
-        inverse = inverse - inverse @ below(size) @ inverse
-        size *= 2
-    return inverse
-
-
-@_unit_lower_inverse.defjvp
-def _(primals, tangents):
-    inverse = _unit_lower_inverse(*primals)
-    return inverse, -inverse @ tangents[0] @ inverse
-
-
-def _decays(g: Array, gate_lower_bound: float | None):
-    """Ways to decay from token s to token t of one tile, for log decays g [B,H,C,K].
-
-    Returns (pair, total, to_end): `pair(x, y)` is sum_k x_tk y_sk exp(G_t - G_s) [B,H,C,C], exact for s < t and
-    meaningless elsewhere, G the running sum of g; `total` = exp(G_t) and `to_end` = exp(G_C - G_s), [B,H,C,K].
-    """
-    C = g.shape[-2]
-    G = jnp.cumsum(g, axis=-2)
-    # Summed from the end rather than as G_C - G_s, whose gradient would cancel at the last token.
-    to_end = jnp.exp(lax.cumsum(jnp.pad(g[:, :, 1:], ((0, 0), (0, 0), (0, 1), (0, 0))), axis=2, reverse=True))
-    if gate_lower_bound is not None and -gate_lower_bound * C <= 80:
-        # G_t lies between t * bound and 0. Centred at t * bound / 2 both factors stay within exp(+-40), for any g:
-        # the centre depends on the position alone, so no later token changes the rounding of an earlier one.
-        centre = gate_lower_bound / 2 * jnp.arange(1, C + 1, dtype=g.dtype)[None, None, :, None]
-        up = jnp.exp(G - centre)
-        down = jnp.exp(centre - G)
-        recentre = jnp.exp(centre - centre.mT)
-
-        def pair(x, y):
-            return jnp.einsum("bhtk,bhsk->bhts", x * up, y * down) * recentre
-
-        return pair, jnp.exp(G), to_end
-
-    # Unbounded: a difference of running sums would cancel, so each G_t - G_s is summed on its own.
-    later = jnp.tril(jnp.ones((C, C), bool), -1)[None, None, :, :, None]
-    span = jnp.cumsum(jnp.where(later, g[:, :, :, None, :], 0), axis=2)  # [B,H,t,s,K]
-
-    def pair(x, y):
-        return jnp.einsum("bhtk,bhsk,bhtsk->bhts", x, y, jnp.exp(span))
-
-    return pair, jnp.exp(G), to_end
-
-
-class _Tile(NamedTuple):
-    """What a tile does to any incoming state S: u = fresh - (read S)[:C], o = (read S)[C:] + p u, S <- keep S + k_out^T u."""
-
-    read: Array  # [B,H,2C,K]
-    fresh: Array  # [B,H,C,V]
-    p: Array  # [B,H,C,C]
-    k_out: Array  # [B,H,C,K]
-    keep: Array  # [B,H,K,1]
-
-
-def _tile(q, k, v, g, beta, ids, carried, gate_lower_bound) -> _Tile:
-    """The part of one tile that no state enters: q, k, v, g [B,H,C,.]; beta [B,H,C]; ids [B,C] or None; carried [B] the
-    segment of the incoming state.
-
-    With u_t = beta_t (v_t - k_t^T S_t') the state is a decayed sum of k_t u_t^T, so the tile's u solve a unit lower
-    triangular system and everything else is a matrix product (Eq. 3-6).
-    """
-    C = q.shape[-2]
-    pair, total, to_end = _decays(g, gate_lower_bound)
-    before = jnp.tril(jnp.ones((C, C), bool), -1)[None, None]
-    keep = total[:, :, -1, :, None]
-    k_out = k * to_end
-    if ids is not None:
-        before = before & (ids[:, None, :, None] == ids[:, None, None, :])
-        total = jnp.where((ids == carried[:, None])[:, None, :, None], total, 0)
-        k_out = jnp.where((ids == ids[:, -1:])[:, None, :, None], k_out, 0)
-        keep = jnp.where((ids[:, -1] == carried)[:, None, None, None], keep, 0)
-    inverse = _unit_lower_inverse(beta[..., None] * jnp.where(before, pair(k, k), 0)) * beta[:, :, None, :]
-    # A token reads its own update undecayed.
-    own = jnp.eye(C, dtype=q.dtype)[None, None] * jnp.sum(q * k, axis=-1, keepdims=True)
-    p = jnp.where(before, pair(q, k), 0) + own
-    read = jnp.concatenate([inverse @ (k * total), q * total], axis=-2)
-    return _Tile(read, inverse @ v, p, k_out, keep)
-
-
-def _advance(state: Array, tile: _Tile):
-    """The part of one tile that waits for the state: (next state, (what is read of the old state, the updates u))."""
-    read = tile.read @ state
-    C = tile.fresh.shape[-2]
-    u = tile.fresh - read[:, :, :C]
-    return tile.keep * state + tile.k_out.mT @ u, (read[:, :, C:], u)
-
-
-def _scan_tiles(carry, tokens, extra, advance, T: int, gate_lower_bound):
-    """Runs tiles [n,...] in groups: what no state enters for a whole group at once, then the states one by one.
-
-    Only the states between groups are kept for the backward pass.
-    """
-    n = tokens[0].shape[0]
-    group = min(n, GROUP)
-
-    @jax.checkpoint
-    def step(carry, part):
-        *tokens, extra = part
-        tiles = jax.vmap(lambda *x: _tile(*x, gate_lower_bound))(*tokens)
-        carry, (o, u) = lax.scan(advance, carry, (tiles, extra))
-        return carry, o + tiles.p @ u
-
-    grouped = jax.tree.map(lambda x: x.reshape(n // group, group, *x.shape[1:]), (*tokens, extra))
-    carry, o = lax.scan(step, carry, grouped)
-    o = jnp.einsum("mnbhcv->bmnchv", o)
-    return o.reshape(o.shape[0], n * TILE, *o.shape[4:])[:, :T], carry
-
-
-def _tiles(x: Array, n: int) -> Array:
-    """[B,T,H,...] -> [n,B,H,C,...] and [B,T] -> [n,B,C], padded at the end; padded segment ids repeat the last."""
-    B, T = x.shape[:2]
-    pad = ((0, 0), (0, n * TILE - T)) + ((0, 0),) * (x.ndim - 2)
-    x = jnp.pad(x, pad, mode="edge" if x.ndim == 2 else "constant")
-    x = jnp.moveaxis(x.reshape(B, n, TILE, *x.shape[2:]), 1, 0)
-    return x if x.ndim == 3 else jnp.moveaxis(x, 3, 2)
-
-
-def _tile_count(tiles: int) -> int:
-    """Tiles rounded up to whole groups."""
-    return tiles if tiles <= GROUP else -(-tiles // GROUP) * GROUP
-
-
 def _chunked(q, k, v, g, beta, initial_state, ids, gate_lower_bound):
-    """Segments, if any, all start from zero."""
+    """A state of its own has the first segment only; the others start from zero."""
     B, T, H, K = q.shape
-    n = _tile_count(-(-T // TILE))
-    state = jnp.zeros((B, H, K, v.shape[-1]), q.dtype) if initial_state is None else initial_state
-    tokens = [_tiles(x, n) for x in (q, k, v, g, beta)] + [None, None]
+    state = jnp.zeros((B, H, K, v.shape[-1]), g.dtype) if initial_state is None else initial_state
+    pad = whole_groups(T) - T
+    tokens = (_pad(x, pad) for x in (q, k, v, g, beta))
+    segments = None
     if ids is not None:
-        tokens[5] = _tiles(ids, n)
-        tokens[6] = jnp.pad(tokens[5][:-1, :, -1], ((1, 0), (0, 0)))  # segment of the state each tile meets
-    return _scan_tiles(state, tokens, None, lambda state, x: _advance(state, x[0]), T, gate_lower_bound)
+        ids = jnp.pad(ids, ((0, 0), (0, pad)), mode="edge")
+        segments = Segments(ids, jnp.concatenate([ids[:, :1], ids[:, TILE - 1 : -1 : TILE]], axis=1))
+    o, state = chunked(gate_lower_bound, state, *tokens, segments, None)
+    return o[:, :T], state
+
+
+def _pad(x: Array, after: int) -> Array:
+    return jnp.pad(x, ((0, 0), (0, after)) + ((0, 0),) * (x.ndim - 2))
 
 
 def _chunked_with_states(q, k, v, g, beta, states, segment_ids, gate_lower_bound):
@@ -347,23 +210,19 @@ def _chunked_with_states(q, k, v, g, beta, states, segment_ids, gate_lower_bound
     slot = jnp.where(valid, segment_ids - 1, N)
     rows = jnp.arange(B)
     lengths = jnp.zeros((B, N), jnp.int32).at[rows[:, None], slot].add(1, mode="drop")
-    tiles_before = jnp.cumsum(-(-lengths // TILE), axis=1) - -(-lengths // TILE)
-    tokens_before = jnp.cumsum(lengths, axis=1) - lengths
+    tiles = -(-lengths // TILE)
+    shift = TILE * (jnp.cumsum(tiles, axis=1) - tiles) - (jnp.cumsum(lengths, axis=1) - lengths)
+    length = whole_groups(T + N * (TILE - 1))
     rank = jnp.cumsum(valid.astype(jnp.int32), axis=1) - 1
-    shift = TILE * tiles_before - tokens_before
-    n = _tile_count(-(-T // TILE) + N)
-    place = jnp.where(valid, rank + jnp.take_along_axis(shift, jnp.minimum(slot, N - 1), axis=1), n * TILE)
+    place = jnp.where(valid, rank + jnp.take_along_axis(shift, jnp.minimum(slot, N - 1), axis=1), length)
 
     def move(x):
-        return jnp.zeros((B, n * TILE, *x.shape[2:]), x.dtype).at[rows[:, None], place].set(x, mode="drop")
+        return jnp.zeros((B, length, *x.shape[2:]), x.dtype).at[rows[:, None], place].set(x, mode="drop")
 
-    def advance(states, x):
-        tile, segment = x
-        state, out = _advance(states[rows, jnp.maximum(segment - 1, 0)], tile)
-        index = jnp.where(segment > 0, segment - 1, N)  # 0: nothing in this tile
-        return states.at[rows, index].set(state, mode="drop"), out
-
-    segments = jnp.max(move(segment_ids).reshape(B, n, TILE), axis=2).T
-    tokens = [_tiles(move(x), n) for x in (q, k, v, g, beta)] + [None, None]
-    o, states = _scan_tiles(states, tokens, segments, advance, n * TILE, gate_lower_bound)
-    return o[rows[:, None], jnp.minimum(place, n * TILE - 1)], states
+    segment = jnp.max(move(segment_ids).reshape(B, -1, TILE), axis=2)
+    there = segment > 0
+    first = there & (segment != jnp.pad(segment[:, :-1], ((0, 0), (1, 0))))
+    last = there & (segment != jnp.pad(segment[:, 1:], ((0, 0), (0, 1))))
+    tokens = (move(x) for x in (q, k, v, g, beta))
+    o, states = chunked(gate_lower_bound, states, *tokens, None, Slots(segment, first, last))
+    return o[rows[:, None], jnp.minimum(place, length - 1)], states
