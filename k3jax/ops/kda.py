@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-from k3jax.ops.kda_chunked import TILE, Segments, Slots, chunked, whole_groups
+from k3jax.ops.kda_chunked import CHUNK, TILE, Segments, Slots, chunked, whole_groups
 
 
 def l2norm(x: Array, eps: float = 1e-6) -> Array:
@@ -203,23 +203,23 @@ def _pad(x: Array, after: int) -> Array:
 
 
 def _chunked_with_states(q, k, v, g, beta, states, segment_ids, gate_lower_bound):
-    """One initial and final state a segment: tokens are moved so that every segment starts a tile."""
+    """One initial and final state a segment: tokens are moved so that every segment starts a chunk."""
     B, T = segment_ids.shape
     N = states.shape[1]
     valid = segment_ids > 0
     slot = jnp.where(valid, segment_ids - 1, N)
     rows = jnp.arange(B)
     lengths = jnp.zeros((B, N), jnp.int32).at[rows[:, None], slot].add(1, mode="drop")
-    tiles = -(-lengths // TILE)
-    shift = TILE * (jnp.cumsum(tiles, axis=1) - tiles) - (jnp.cumsum(lengths, axis=1) - lengths)
-    length = whole_groups(T + N * (TILE - 1))
+    chunks = -(-lengths // CHUNK)
+    shift = CHUNK * (jnp.cumsum(chunks, axis=1) - chunks) - (jnp.cumsum(lengths, axis=1) - lengths)
+    length = whole_groups(T + N * (CHUNK - 1))
     rank = jnp.cumsum(valid.astype(jnp.int32), axis=1) - 1
     place = jnp.where(valid, rank + jnp.take_along_axis(shift, jnp.minimum(slot, N - 1), axis=1), length)
 
     def move(x):
         return jnp.zeros((B, length, *x.shape[2:]), x.dtype).at[rows[:, None], place].set(x, mode="drop")
 
-    segment = jnp.max(move(segment_ids).reshape(B, -1, TILE), axis=2)
+    segment = jnp.max(move(segment_ids).reshape(B, -1, CHUNK), axis=2)
     there = segment > 0
     first = there & (segment != jnp.pad(segment[:, :-1], ((0, 0), (1, 0))))
     last = there & (segment != jnp.pad(segment[:, 1:], ((0, 0), (0, 1))))

@@ -25,7 +25,8 @@ import numpy as np
 from jax import Array, lax
 
 TILE = 16  # decay bounded by e^-5 a token spans e^80 in a tile, which float32 holds as e^-40 ... e^40
-GROUP = 8  # tiles between two kept states; they are unrolled, which saves CPUs a tenth of the time in copies
+CHUNK = 32  # tokens between two states: tiles are merged to this length
+GROUP = 8  # chunks, at most, between two kept states; they are unrolled, which saves CPUs a tenth of the time in copies
 
 _einsum = partial(jnp.einsum, precision=lax.Precision.HIGHEST)  # else TPUs would round float32 factors to bfloat16
 
@@ -211,6 +212,37 @@ def _own(q: Array, k: Array) -> Array:
     return jnp.eye(TILE, dtype=q.dtype)[None] * jnp.sum(q * k, axis=-1, keepdims=True)
 
 
+def _merge(a: _Tile, b: _Tile) -> _Tile:
+    """Two neighbours as one tile: b meets the state that a leaves."""
+    C = a.out.shape[1]
+    across = _einsum("xtk,xsk->xts", b.read, a.out)
+    read = b.read * a.keep[:, None]
+    return _Tile(
+        jnp.concatenate([a.read[:, :C], read[:, :C], a.read[:, C:], read[:, C:]], axis=1),
+        jnp.concatenate([a.out * b.keep[:, None], b.out], axis=1),
+        a.keep * b.keep,
+        _lower(a.A, across[:, :C], b.A),
+        _lower(a.P, across[:, C:], b.P),
+    )
+
+
+def _lower(a: Array, b: Array, d: Array) -> Array:
+    """[[a, 0], [b, d]]"""
+    return jnp.concatenate(
+        [jnp.concatenate([a, jnp.zeros_like(a)], axis=2), jnp.concatenate([b, d], axis=2)], axis=1
+    )
+
+
+def _chunk(tile: _Tile, rows: int) -> _Tile:
+    """Tiles [G*rows,...] merged to chunks of CHUNK tokens."""
+    size = TILE
+    while size < CHUNK:
+        pairs = jax.tree.map(lambda x: x.reshape(-1, 2, rows, *x.shape[1:]), tile)
+        tile = _merge(*(_together(jax.tree.map(lambda x, i=i: x[:, i], pairs)) for i in (0, 1)))
+        size *= 2
+    return tile
+
+
 def _unit_lower_inverse(strict: Array) -> Array:
     """(I + strict)^-1 for strictly lower triangular [X,C,C], C a power of two, by blocks of 1, 2, 4, ...
 
@@ -218,6 +250,10 @@ def _unit_lower_inverse(strict: Array) -> Array:
     of powers this stays accurate when keys repeat and beta is near 1.
     """
     C = strict.shape[-1]
+    if C > TILE:
+        a, d = (_unit_lower_inverse(strict[:, half, half]) for half in (slice(C // 2), slice(C // 2, C)))
+        b = _einsum("xts,xsr->xtr", d, _einsum("xts,xsr->xtr", strict[:, C // 2 :, : C // 2], a))
+        return _lower(a, -b, d)
     index = jnp.arange(C)
 
     def below(size):
@@ -237,11 +273,11 @@ def _unit_lower_inverse(strict: Array) -> Array:
 # ---- one group -------------------------------------------------------------------------------------------------------
 
 
-def _to_tiles(x: Array) -> Array:
+def _to_tiles(x: Array, C: int) -> Array:
     """[B,G*C,H,...] -> [G*B*H,C,...]"""
     B, T, H = x.shape[:3]
-    x = x.reshape(B, T // TILE, TILE, H, *x.shape[3:])
-    return jnp.einsum("bgch...->gbhc...", x).reshape(-1, TILE, *x.shape[4:])
+    x = x.reshape(B, T // C, C, H, *x.shape[3:])
+    return jnp.einsum("bgch...->gbhc...", x).reshape(-1, C, *x.shape[4:])
 
 
 def _to_time(x: Array, batch: int, heads: int) -> Array:
@@ -285,21 +321,23 @@ def _advance(state: Array, out: Array, keep: Array, u: Array) -> Array:
 def _group_forward(lower_bound, states, carry, tokens):
     q, k, v, g, beta, segments, slots = tokens
     (B, T, H), dtype = beta.shape, g.dtype
-    G = T // TILE
-    q, k, v, g, beta = (_to_tiles(x).astype(dtype) for x in (q, k, v, g, beta))
-    tile = _decays(lower_bound, dtype).tile(q, k, g, _masks(segments, H))
+    G = T // CHUNK
+    q, k, g = (_to_tiles(x, TILE).astype(dtype) for x in (q, k, g))
+    v, beta = (_to_tiles(x, CHUNK).astype(dtype) for x in (v, beta))
+    tile = _chunk(_decays(lower_bound, dtype).tile(q, k, g, _masks(segments, H)), B * H)
     N = _unit_lower_inverse(tile.A * beta[:, None, :])
 
     def step(carry, x):
         state, finals = carry
         (read, out, keep, N, v, beta), slot = x
         state = _enter(state, states, slot)
-        seen = _einsum("xck,xkv->xcv", read, state)
-        y = _einsum("xts,xsv->xtv", N, v - seen[:, :TILE])
+        seen = _einsum("xck,xkv->xcv", read[:, :CHUNK], state)
+        y = _einsum("xts,xsv->xtv", N, v - seen)
+        seen = _einsum("xck,xkv->xcv", read[:, CHUNK:], state)
         state = _advance(state, out, keep, beta[..., None] * y)
         if finals is not None:
             finals = _store(finals, slot.last, slot.segment, state)
-        return (state, finals), (y, seen[:, TILE:])
+        return (state, finals), (y, seen)
 
     xs = _apart((tile.read, tile.out, tile.keep, N, v, beta), G), jax.tree.map(jnp.transpose, slots)
     carry, (y, seen) = _scan(step, carry, xs)
@@ -311,11 +349,13 @@ def _group_forward(lower_bound, states, carry, tokens):
 def _group_backward(lower_bound, states, dfinals, carry, x):
     (q, k, g, beta, segments, slots), kept, (y, N, A, P), do = x
     (B, T, H), dtype = beta.shape, g.dtype
-    G = T // TILE
+    G = T // CHUNK
     dtypes = q.dtype, k.dtype, do.dtype
-    q, k, g, beta, do = (_to_tiles(x).astype(dtype) for x in (q, k, g, beta, do))
+    q, k, g = (_to_tiles(x, TILE).astype(dtype) for x in (q, k, g))
+    beta, do = (_to_tiles(x, CHUNK).astype(dtype) for x in (beta, do))
     m, decays = _masks(segments, H), _decays(lower_bound, dtype)
-    tile = decays.tile(q, k, g, m)
+    tiles = decays.tile(q, k, g, m)
+    tile, unmerge = jax.vjp(lambda tiles: _chunk(tiles, B * H), tiles)
     u = beta[..., None] * y
     slots = jax.tree.map(jnp.transpose, slots)
 
@@ -352,8 +392,8 @@ def _group_backward(lower_bound, states, dfinals, carry, x):
     # u solves (diag(1 / beta) + A) u = v - k_in S, and dv is the solution of the transposed system.
     dbeta = jnp.sum((du - _einsum("xts,xtv->xsv", A, dv)) * y, axis=-1)
     dpairs = _einsum("xtv,xsv->xts", jnp.concatenate([-dv, do], axis=1), u)
-    d = _Tile(dread, dout, dkeep, dpairs[:, :TILE], dpairs[:, TILE:])
-    dq, dk, dg = decays.pull(q, k, g, m, tile, d)
+    (dtiles,) = unmerge(_Tile(dread, dout, dkeep, dpairs[:, :CHUNK], dpairs[:, CHUNK:]))
+    dq, dk, dg = decays.pull(q, k, g, m, tiles, dtiles)
     dq, dk, dv, dg, dbeta = (_to_time(x, B, H) for x in (dq, dk, dv, dg, dbeta))
     dq, dk, dv = (x.astype(dtype) for x, dtype in zip((dq, dk, dv), dtypes, strict=True))
     return carry, (dq, dk, dv, dg, dbeta)
@@ -408,7 +448,7 @@ def _backward(lower_bound, saved, cotangents):
 
 def _groups(x, T: int):
     """Leaves [B,T,...] or [B,T / TILE] -> [groups,B,what belongs to a group,...]."""
-    count = max(1, T // (TILE * GROUP))
+    count = -(-T // (CHUNK * GROUP))
     return jax.tree.map(lambda x: jnp.moveaxis(x.reshape(len(x), count, -1, *x.shape[2:]), 1, 0), x)
 
 
@@ -420,6 +460,6 @@ chunked.defvjp(_save, _backward)
 
 
 def whole_groups(T: int) -> int:
-    """T rounded up to a length that `chunked` takes."""
-    tiles = -(-T // TILE)
-    return TILE * (tiles if tiles <= GROUP else -(-tiles // GROUP) * GROUP)
+    """T rounded up to a length that `chunked` takes: equal groups of at most GROUP chunks."""
+    groups = max(1, -(-T // (CHUNK * GROUP)))
+    return groups * CHUNK * -(-T // (CHUNK * groups))
