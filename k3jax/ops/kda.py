@@ -1,16 +1,23 @@
 """Kimi Delta Attention: a gated delta rule with one decay per key channel (report Eq. 1-6).
 
-`impl="scan"` is the recurrence as written, one token at a time: the reference. `impl="chunked"` computes the
-same from matrix products over tiles of `TILE` tokens.
+`impl="scan"` is the recurrence as written, one token at a time: the reference. `impl="chunked"` computes the same from
+matrix products over tiles of tokens (`kda_chunked.py`), `impl="tokamax"` by the library of that name
+(`kda_tokamax.py`), and `impl="auto"` by whichever is fastest.
 """
 
 from __future__ import annotations
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import Array, lax
 
+from k3jax.ops import kda_tokamax
 from k3jax.ops.kda_chunked import CHUNK, TILE, Segments, Slots, chunked, whole_groups
+
+IMPLS = ("auto", "scan", "chunked", "tokamax")
 
 
 def l2norm(x: Array, eps: float = 1e-6) -> Array:
@@ -77,73 +84,202 @@ def kda(
 ) -> tuple[Array, Array | None]:
     """S <- Diag(exp g) S;  S <- S + beta k (v - k^T S)^T;  o = S^T q, for each head and token in order (Eq. 1-2).
 
+    What a token gives and what flows back to it depends on no later token, to the last bit.
+
     Args:
         q, k: [B,T,H,K], normalised, q scaled. v: [B,T,H,V]. Any floating dtype.
         g: log decay [B,T,H,K], at most 0, float32 or wider. beta: [B,T,H] in (0,1), float32 or wider.
-        initial_state: [B,H,K,V]; with `segment_ids` one state a segment, [B,N,H,K,V]. Zeros by default.
+        initial_state: [B,H,K,V], zeros by default. With `segment_ids` it continues the row's first segment and the
+            others start from zeros; [B,N,H,K,V] gives each segment 1 ... N its own.
         segment_ids: [B,T] int, 1-based and non-decreasing where not 0; 0 is padding, which leaves the state as it
             is and gives zeros. Segments do not see each other.
-        gate_lower_bound: what the caller knows of g: no value lies below it. `kda_gate`'s bound belongs here;
-            tiles are then plain matrix products. None assumes nothing.
-        impl: "scan", "chunked", or "auto".
+        gate_lower_bound: what the caller knows of g: no value lies below it. `kda_gate`'s bound belongs here and
+            makes the chunked form a third faster. None assumes nothing.
+        impl: "scan", "chunked", "tokamax", or "auto".
 
     Returns:
-        o [B,T,H,V] in v's dtype, and the final state in float32 (float64 for float64 inputs): [B,H,K,V], or with
-        `segment_ids` and `initial_state` [B,N,H,K,V] (a segment that does not occur keeps its initial state), or
-        None with `segment_ids` alone.
+        o [B,T,H,V] in v's dtype, and the final state in float32 (float64 for float64 inputs): [B,H,K,V], with
+        `segment_ids` that of the last segment; [B,N,H,K,V] for an `initial_state` of that shape (a segment that does
+        not occur keeps its own); None with `segment_ids` and no `initial_state`.
 
     Raises:
-        ValueError: an unknown `impl`, or shapes that do not fit, named.
+        ValueError: shapes or dtypes that do not fit, an unknown `impl`, `segment_ids` that decrease (seen unless
+            traced); each named.
 
     Example:
         >>> o, state = kda(q, k, v, kda_gate(z, A_log, dt_bias, -5.0), beta, gate_lower_bound=-5.0)
     """
-    _check_shapes(q, k, v, g, beta, initial_state, segment_ids)
-    if impl == "auto":
-        # A tile costs the same however few of its tokens are real.
-        impl = "chunked" if q.shape[1] >= TILE else "scan"
-    if impl not in ("scan", "chunked"):
-        raise ValueError(f"impl: found {impl!r}, must be 'auto', 'scan' or 'chunked'")
+    _check(q, k, v, g, beta, initial_state, segment_ids, impl)
     out_dtype, dtype = v.dtype, accumulator(v.dtype)
-    q, k, v, g, beta = (x.astype(dtype) for x in (q, k, v, g, beta))
+    g, beta = g.astype(dtype), beta.astype(dtype)
     if initial_state is not None:
         initial_state = initial_state.astype(dtype)
-
-    ids = None
+    valid = None
     if segment_ids is not None:
         segment_ids = segment_ids.astype(jnp.int32)
         valid = segment_ids > 0
-        ids = lax.cummax(segment_ids, axis=1)  # padding belongs to the segment before it
         # Without decay and without update a padding token is the identity on the state.
         k = jnp.where(valid[:, :, None, None], k, 0)
         g = jnp.where(valid[:, :, None, None], g, 0)
         beta = jnp.where(valid[:, :, None], beta, 0)
-    if impl == "scan":
-        o, state = _scan(q, k, v, g, beta, initial_state, ids)
-    elif ids is None or initial_state is None:
-        o, state = _chunked(q, k, v, g, beta, initial_state, ids, gate_lower_bound)
+
+    tokens = (q, k, v, g, beta, initial_state)
+    if impl == "auto":
+        o, state = _auto(gate_lower_bound, tokens, segment_ids)
     else:
-        o, state = _chunked_with_states(q, k, v, g, beta, initial_state, segment_ids, gate_lower_bound)
+        o, state = _run(impl, gate_lower_bound, tokens, segment_ids)
     if segment_ids is not None:
         o = jnp.where(valid[:, :, None, None], o, 0)
         state = None if initial_state is None else state
     return o.astype(out_dtype), state
 
 
-def _check_shapes(q, k, v, g, beta, initial_state, segment_ids) -> None:
+def fastest(backend: str, T: int, K: int, V: int, gradients: bool, tokamax: bool) -> str:
+    """What `impl="auto"` takes for T tokens of K x V states: the one place that decides.
+
+    `gradients`: whether they are taken. `tokamax`: whether that library is there and takes such a call.
+
+    Measured on 2 CPU cores, JAX 0.10.2 and 0.12 (B H from 4 to 32, `python -m k3jax bench kda` for long T):
+    - one token: unrolled, 0.12 ms against 0.40 ms chunked.
+    - without gradients the scan wins below 32 tokens (0.3 ms against 0.6 at 16), and at any length for states of
+      32 x 32 or less (3.9 ms against 7.3 at 512 tokens of 16 x 16); 0.9 against 0.8 at 64 tokens of 128 x 128,
+      28 against 16 at 2048.
+    - with gradients the chunked form wins from 8 tokens on (0.96 ms against 1.4; 9 against 29 with 32 heads): a scan
+      keeps a state a token.
+    TPUs and GPUs run a scan's step as several kernels, so there the chunked form takes all but single tokens; this is
+    reasoned, not measured, and so is the choice of tokamax's kernel on TPUs.
+    """
+    if T == 1:
+        return "step"
+    if backend == "cpu":
+        scan = T < 8 if gradients else T < CHUNK or K * V <= 32 * 32
+        return "scan" if scan else "chunked"
+    return "tokamax" if backend == "tpu" and tokamax else "chunked"
+
+
+def segment_summary(
+    k: Array,
+    v: Array,
+    g: Array,
+    beta: Array,
+    segment_ids: Array | None = None,
+    *,
+    gate_lower_bound: float | None = None,
+    impl: str = "auto",
+) -> tuple[Array, Array]:
+    """What a stretch of tokens does to the state S it meets: S -> M S + S~ (Eq. 17).
+
+    The columns of S pass through the recurrence apart from each other, so M is what it makes of the identity without
+    values, and S~ what it makes of zeros.
+
+    Args:
+        k, v, g, beta, segment_ids, gate_lower_bound, impl: as for `kda`. The state met belongs to the first
+            segment. If that is another than the stretch before ended in, the caller sets M to 0.
+
+    Returns:
+        M [B,H,K,K] and S~ [B,H,K,V], float32 (float64 for float64 inputs). M is 0 where a second segment starts.
+
+    Example:
+        >>> summaries = [segment_summary(*x) for x in stretches]      # on each rank, its own
+        >>> _, state = functools.reduce(compose, summaries[:rank])    # the state that `rank` meets, from zeros
+    """
+    B, _, H, K = k.shape
+    dtype = accumulator(v.dtype)
+    state = jnp.concatenate([jnp.zeros((K, v.shape[-1]), dtype), jnp.eye(K, dtype=dtype)], axis=-1)
+    values = jnp.concatenate([v, jnp.zeros((*v.shape[:-1], K), v.dtype)], axis=-1)
+    state = jnp.broadcast_to(state[None, None], (B, H, *state.shape))
+    _, end = kda(k, k, values, g, beta, state, segment_ids, gate_lower_bound=gate_lower_bound, impl=impl)
+    return end[..., v.shape[-1] :], end[..., : v.shape[-1]]
+
+
+def compose(first: tuple[Array, Array], second: tuple[Array, Array]) -> tuple[Array, Array]:
+    """The summary of one stretch followed by another: (M2 M1, M2 S1 + S2). Associative, as `lax.associative_scan` asks."""
+    (m1, s1), (m2, s2) = first, second
+    product = partial(jnp.matmul, precision=lax.Precision.HIGHEST)
+    return product(m2, m1), product(m2, s1) + s2
+
+
+# ---- checks ----------------------------------------------------------------------------------------------------------
+
+
+def _check(q, k, v, g, beta, initial_state, segment_ids, impl) -> None:
+    if impl not in IMPLS:
+        raise ValueError(f"impl: found {impl!r}, must be one of {', '.join(IMPLS)}")
+    if q.ndim != 4:
+        raise ValueError(f"q: found shape {q.shape}, must be [B,T,H,K]")
     B, T, H, K = q.shape
     V = v.shape[-1]
+    if T == 0:
+        raise ValueError(f"q: found shape {q.shape}, must hold at least one token")
     states = (B, H, K, V)
     if segment_ids is not None and initial_state is not None and initial_state.ndim == 5:
         states = (B, initial_state.shape[1], H, K, V)
     expected = {"k": (B, T, H, K), "v": (B, T, H, V), "g": (B, T, H, K), "beta": (B, T, H)}
     expected |= {"initial_state": states, "segment_ids": (B, T)}
-    found = {"k": k, "v": v, "g": g, "beta": beta, "initial_state": initial_state, "segment_ids": segment_ids}
+    found = {"q": q, "k": k, "v": v, "g": g, "beta": beta, "initial_state": initial_state, "segment_ids": segment_ids}
     for name, shape in expected.items():
         if found[name] is not None and found[name].shape != shape:
             raise ValueError(f"{name}: found shape {found[name].shape}, must be {shape} to fit q {q.shape}")
-    if segment_ids is not None and initial_state is not None and initial_state.ndim != 5:
-        raise ValueError(f"initial_state: found shape {initial_state.shape}, must be [B,N,H,K,V] with segment_ids")
+    for name, x in found.items():
+        kind = jnp.integer if name == "segment_ids" else jnp.floating
+        if x is not None and not jnp.issubdtype(x.dtype, kind):
+            raise ValueError(f"{name}: found dtype {x.dtype}, must be {kind.__name__}")
+        if name in ("g", "beta") and x.dtype.itemsize < 4:
+            raise ValueError(f"{name}: found dtype {x.dtype}, must be float32 or wider: decays add up over tokens")
+    if segment_ids is not None and not isinstance(segment_ids, jax.core.Tracer):
+        ids = np.asarray(segment_ids)
+        highest = np.maximum.accumulate(ids, axis=1)
+        wrong = np.argwhere((ids != 0) & (ids < highest))
+        if len(wrong):
+            b, t = wrong[0]
+            raise ValueError(
+                f"segment_ids: found {ids[b, t]} after {highest[b, t]} (row {b}, token {t}), must not decrease within a row"
+            )
+
+
+# ---- choice ----------------------------------------------------------------------------------------------------------
+
+
+def _run(impl: str, gate_lower_bound: float | None, tokens, segment_ids: Array | None):
+    q, k, v, g, beta, state = tokens
+    if impl == "tokamax":
+        return kda_tokamax.kda(q, k, v, g, beta, state, segment_ids)
+    ids = None
+    if segment_ids is not None:
+        # Padding belongs to the segment before it, in front of all to the first.
+        first = jnp.min(jnp.where(segment_ids > 0, segment_ids, jnp.iinfo(jnp.int32).max), axis=1, keepdims=True)
+        ids = jnp.maximum(lax.cummax(segment_ids, axis=1), jnp.where(first == jnp.iinfo(jnp.int32).max, 0, first))
+    if impl == "chunked":
+        if state is not None and state.ndim == 5:
+            return _chunked_with_states(q, k, v, g, beta, state, segment_ids, gate_lower_bound)
+        return _chunked(q, k, v, g, beta, state, ids, gate_lower_bound)
+    q, k, v = (x.astype(g.dtype) for x in (q, k, v))
+    if impl == "step" and (state is None or state.ndim == 4):
+        return _step(q, k, v, g, beta, state)
+    return _scan(q, k, v, g, beta, state, ids)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _auto(gate_lower_bound, tokens, segment_ids):
+    return _run(_choose(tokens, segment_ids, gradients=False), gate_lower_bound, tokens, segment_ids)
+
+
+def _auto_forward(gate_lower_bound, tokens, segment_ids):
+    impl = _choose(tokens, segment_ids, gradients=True)
+    return jax.vjp(lambda tokens: _run(impl, gate_lower_bound, tokens, segment_ids), tokens)
+
+
+def _auto_backward(gate_lower_bound, pull, cotangents):
+    return (*pull(cotangents), None)
+
+
+_auto.defvjp(_auto_forward, _auto_backward)
+
+
+def _choose(tokens, segment_ids, gradients: bool) -> str:
+    q, _, v, _, _, state = tokens
+    tokamax = kda_tokamax.takes(q, v, state, segment_ids)
+    return fastest(jax.default_backend(), q.shape[1], q.shape[-1], v.shape[-1], gradients, tokamax)
 
 
 # ---- reference -------------------------------------------------------------------------------------------------------
@@ -153,12 +289,14 @@ def _scan(q, k, v, g, beta, initial_state, ids):
     """The recurrence, token by token."""
     B, T, H, K = q.shape
     rows = jnp.arange(B)
-    segmented = ids is not None
-    states = initial_state if segmented else None  # one state a segment
     state = jnp.zeros((B, H, K, v.shape[-1]), q.dtype)
-    if not segmented:
-        state = state if initial_state is None else initial_state
-        ids = jnp.ones((B, T), jnp.int32)
+    states = None  # one a segment
+    if initial_state is not None and initial_state.ndim == 5:
+        states = initial_state
+    elif initial_state is not None:
+        state = initial_state
+    segmented = ids is not None
+    ids = ids if segmented else jnp.ones((B, T), jnp.int32)
 
     def step(carry, token):
         state, states, previous = carry
@@ -170,36 +308,51 @@ def _scan(q, k, v, g, beta, initial_state, ids):
         update = beta[..., None] * (v - jnp.einsum("bhk,bhkv->bhv", k, state))
         state = state + k[..., None] * update[:, :, None, :]
         if states is not None:
-            # Leading padding (segment 0) has no state of its own: index N is out of range and dropped.
+            # A row of padding alone is segment 0, which has no state: index N is out of range and dropped.
             index = jnp.where(segment > 0, segment - 1, states.shape[1])
             states = states.at[rows, index].set(state, mode="drop")
         return (state, states, segment), jnp.einsum("bhk,bhkv->bhv", q, state)
 
-    first = jnp.zeros(B, ids.dtype)
+    first = ids[:, 0] if states is None else jnp.zeros(B, ids.dtype)
     tokens = tuple(jnp.moveaxis(x, 1, 0) for x in (q, k, v, g, beta, ids))
     (state, states, _), o = lax.scan(step, (state, states, first), tokens)
     return jnp.moveaxis(o, 0, 1), state if states is None else states
+
+
+# ---- one token -------------------------------------------------------------------------------------------------------
+
+
+def _step(q, k, v, g, beta, state):
+    """T = 1: the state is read once and rewritten once.
+
+    Both products with the decayed state are one; o = S^T q follows from the update without reading the new S.
+    """
+    q, k, v, g, beta = (x[:, 0] for x in (q, k, v, g, beta))
+    if state is None:
+        state = jnp.zeros((*k.shape, v.shape[-1]), g.dtype)
+    decay = jnp.exp(g)
+    reads = jnp.stack([k * decay, q * decay], axis=2)
+    seen = jnp.einsum("bhck,bhkv->bhcv", reads, state, precision=lax.Precision.HIGHEST)
+    u = beta[..., None] * (v - seen[:, :, 0])
+    o = seen[:, :, 1] + jnp.sum(q * k, axis=-1, keepdims=True) * u
+    return o[:, None], decay[..., None] * state + k[..., None] * u[:, :, None, :]
 
 
 # ---- chunked ---------------------------------------------------------------------------------------------------------
 
 
 def _chunked(q, k, v, g, beta, initial_state, ids, gate_lower_bound):
-    """A state of its own has the first segment only; the others start from zero."""
+    """`initial_state` is the first segment's; the others start from zero."""
     B, T, H, K = q.shape
     state = jnp.zeros((B, H, K, v.shape[-1]), g.dtype) if initial_state is None else initial_state
     pad = whole_groups(T) - T
-    tokens = (_pad(x, pad) for x in (q, k, v, g, beta))
+    tokens = (jnp.pad(x, ((0, 0), (0, pad)) + ((0, 0),) * (x.ndim - 2)) for x in (q, k, v, g, beta))
     segments = None
     if ids is not None:
         ids = jnp.pad(ids, ((0, 0), (0, pad)), mode="edge")
         segments = Segments(ids, jnp.concatenate([ids[:, :1], ids[:, TILE - 1 : -1 : TILE]], axis=1))
     o, state = chunked(gate_lower_bound, state, *tokens, segments, None)
     return o[:, :T], state
-
-
-def _pad(x: Array, after: int) -> Array:
-    return jnp.pad(x, ((0, 0), (0, after)) + ((0, 0),) * (x.ndim - 2))
 
 
 def _chunked_with_states(q, k, v, g, beta, states, segment_ids, gate_lower_bound):

@@ -39,7 +39,8 @@ def mla_attention(
 ) -> Array:
     """o_t = sum_s softmax_s((q_n k_n + q_r k_r) (K+R)^-0.5) v_s, with k_n = W_k c_s, v = W_v c_s and c the latents.
 
-    Never holds more than `BLOCK` keys' scores or expanded keys. Absorbed, W_k is moved into q and W_v into o, and the
+    Never holds more than `BLOCK` keys' scores or expanded keys, and costs what the keys up to the last query cost,
+    whatever room a cache has behind them. Absorbed, W_k is moved into q and W_v into o, and the
     latents are attended to directly: cheaper when few queries meet many keys, as in decoding.
 
     Args:
@@ -70,7 +71,6 @@ def mla_attention(
     latent, k_rope = (jnp.pad(x, (*pad, (0, 0))) for x in (latent, k_rope))
     kv_ids = jnp.pad(kv_ids, pad)
 
-    @jax.checkpoint
     def step(carry, start):
         peak, total, out = carry
         c, r, ids = (lax.dynamic_slice_in_dim(x, start, block, axis=1) for x in (latent, k_rope, kv_ids))
@@ -89,7 +89,14 @@ def mla_attention(
         shrink = jnp.exp(peak - new_peak)
         equation = "bhts,bsv->bhtv" if absorb else "bhts,bshv->bhtv"
         part = jnp.einsum(equation, weights.astype(values.dtype), values, preferred_element_type=dtype)
-        return (new_peak, total * shrink + jnp.sum(weights, axis=-1), out * shrink[..., None] + part), None
+        return new_peak, total * shrink + jnp.sum(weights, axis=-1), out * shrink[..., None] + part
+
+    @jax.checkpoint
+    def visit(carry, start):
+        if S in (T, block):  # no room, or too little to pass over
+            return step(carry, start), None
+        # What lies behind the last query is a cache's empty room.
+        return lax.cond(start < q_offset + T, step, lambda carry, _: carry, carry, start), None
 
     carry = (
         jnp.full((B, H, T), -1e30, dtype),
@@ -97,7 +104,7 @@ def mla_attention(
         jnp.zeros((B, H, T, width), dtype),
     )
     starts = jnp.arange(0, S, block, dtype=jnp.int32)
-    (_, total, out), _ = step(carry, starts[0]) if len(starts) == 1 else lax.scan(step, carry, starts)
+    (_, total, out), _ = visit(carry, starts[0]) if len(starts) == 1 else lax.scan(visit, carry, starts)
     out = jnp.where((total > 0)[..., None], out / jnp.maximum(total, 1e-30)[..., None], 0)
     out = jnp.einsum("bhtv->bthv", out).astype(q.dtype)
     return jnp.einsum("bthl,hvl->bthv", out, w_v) if absorb else out
