@@ -23,9 +23,15 @@ def installed() -> bool:
 
 
 def takes(q: Array, v: Array, state: Array | None, segment_ids: Array | None) -> bool:
-    """Whether the kernel can run such a call."""
+    """Whether the kernel can run such a call on this machine's TPUs."""
+    if jax.default_backend() != "tpu" or not installed():
+        return False
+    from tokamax._src.ops.kda import api
+
+    kernel = api.IMPLEMENTATIONS.get("mosaic_tpu")
     segments = segment_ids is None or (state is not None and state.ndim == 5)
-    return segments and q.shape[-1] == v.shape[-1] == 128 and q.dtype != jnp.float64 and installed()
+    shapes = q.shape[-1] == v.shape[-1] == 128 and q.dtype != jnp.float64
+    return segments and shapes and kernel is not None and kernel.supported_on(jax.local_devices()[0])
 
 
 def kda(q: Array, k: Array, v: Array, g: Array, beta: Array, state: Array | None, segment_ids: Array | None):

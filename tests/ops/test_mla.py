@@ -77,6 +77,20 @@ def test_the_offset_may_be_traced():
 
 
 @FORMS
+def test_room_behind_the_queries_is_not_visited(absorb, monkeypatch):
+    monkeypatch.setattr(mla, "BLOCK", 3)
+    q, latent, k_rope, w_k, w_v = draw(8, T=2, S=13)
+
+    def attend(latent, k_rope):  # the queries are tokens 4 and 5
+        return mla_attention(q, latent, k_rope, w_k, w_v, ones(2, 2), ones(2, 13), 4, absorb=absorb)
+
+    # A NaN that is looked at spreads, masked or not.
+    poisoned = attend(latent.at[:, 6:].set(jnp.nan), k_rope.at[:, 6:].set(jnp.nan))
+    np.testing.assert_array_equal(poisoned, attend(latent, k_rope))
+    assert np.all(np.isfinite(poisoned))
+
+
+@FORMS
 def test_segments_are_isolated(absorb):
     arrays = draw(3, B=1)
     ids = jnp.asarray([[1, 1, 1, 2, 2, 2, 0]])
