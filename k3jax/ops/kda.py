@@ -15,7 +15,8 @@ import numpy as np
 from jax import Array, lax
 
 from k3jax.ops import kda_tokamax
-from k3jax.ops.kda_chunked import CHUNK, TILE, Segments, Slots, chunked, whole_groups
+from k3jax.ops.kda_chunked import Slots, chunked, whole_groups
+from k3jax.ops.kda_tiles import CHUNK, TILE, Segments
 
 IMPLS = ("auto", "scan", "chunked", "tokamax")
 
