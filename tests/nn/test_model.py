@@ -310,5 +310,5 @@ def test_unknown_settings():
     tokens = jnp.ones((1, 2), jnp.int32)
     with pytest.raises(ValueError, match="experts: found 'mxfp4', must be 'dequantized', 'qat' or 'packed'"):
         jax.eval_shape(K3(TINY, experts="mxfp4").init, jax.random.key(0), tokens)
-    with pytest.raises(ValueError, match="impl: found 'fast', must be 'auto', 'scan' or 'chunked'"):
+    with pytest.raises(ValueError, match="impl: found 'fast', must be one of auto, scan, chunked, tokamax"):
         jax.eval_shape(K3(TINY, kda_impl="fast").init, jax.random.key(0), tokens)
