@@ -1,4 +1,4 @@
-"""The command line: `python -m k3jax train | generate | convert | inspect`.
+"""The command line: `python -m k3jax train | generate | convert | bench | inspect`.
 
 A mistake in what the user gave (a setting, a file, a checkpoint) ends with one line on stderr and exit code
 2; `K3JAX_TRACEBACK=1` shows where it was raised. JAX is imported when a command runs, not for `--help`.
@@ -7,6 +7,7 @@ A mistake in what the user gave (a setting, a file, a checkpoint) ends with one 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import difflib
 import io
 import os
@@ -14,6 +15,7 @@ import re
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Annotated, Literal
 
 import tyro
@@ -66,14 +68,12 @@ class Generate:
     """Round expert inputs to MXFP8, as quantisation-aware training does."""
 
     def run(self) -> None:
-        for key, value, fits, right in (
+        _check(
             ("max-tokens", self.max_tokens, self.max_tokens >= 1, "at least 1"),
             ("temperature", self.temperature, self.temperature >= 0, "0 or more"),
             ("top-k", self.top_k, self.top_k >= 0, "0 or more"),
             ("top-p", self.top_p, 0 < self.top_p <= 1, "above 0 and at most 1"),
-        ):
-            if not fits:
-                raise ValueError(f"--{key} {value}: must be {right}")
+        )
         from k3jax import runtime
 
         runtime.setup()
@@ -142,6 +142,69 @@ class Convert:
 
 
 @dataclass(frozen=True)
+class BenchKda:
+    """Compare the implementations of Kimi Delta Attention: correctness, time, memory."""
+
+    tokens: int = 2048
+    """Tokens of a row, a multiple of 64."""
+    heads: int = 4
+    """Heads."""
+    batch: int = 1
+    """Rows."""
+    key_dim: int = 128
+    """Size of a query and key."""
+    value_dim: int = 128
+    """Size of a value."""
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    """Of queries, keys and values."""
+    repeats: int = 9
+    """Rounds; each times every implementation once."""
+    long_tokens: int = 16384
+    """Tokens that the growth of time and memory is measured to, a multiple of 64; 0 leaves it out."""
+    decode_batch: int = 16
+    """Rows of a decode step, 96 heads each; 0 leaves it out."""
+    out: str | None = None
+    """JSON file to write."""
+
+    def run(self) -> None:
+        tokens, long, folder = self.tokens, self.long_tokens, Path(self.out or "").parent
+        _check(
+            ("tokens", tokens, tokens > 0 and tokens % 64 == 0, "a positive multiple of 64"),
+            ("heads", self.heads, self.heads >= 1, "at least 1"),
+            ("batch", self.batch, self.batch >= 1, "at least 1"),
+            ("key-dim", self.key_dim, self.key_dim >= 1, "at least 1"),
+            ("value-dim", self.value_dim, self.value_dim >= 1, "at least 1"),
+            ("repeats", self.repeats, self.repeats >= 1, "at least 1"),
+            ("long-tokens", long, long >= 0 and long % 64 == 0, "a multiple of 64, or 0"),
+            ("decode-batch", self.decode_batch, self.decode_batch >= 0, "0 or more"),
+            ("out", self.out, folder.is_dir(), f"in a folder that exists, {folder} does not"),
+        )
+        import jax
+
+        # A program read from the cache would seem to compile at once.
+        jax.config.update("jax_enable_compilation_cache", False)
+        from k3jax.bench import kda, timing
+
+        report = kda.run(self)
+        print(kda.text(report), flush=True)
+        if self.out:
+            timing.write_json(self.out, report)
+        if wrong := kda.wrong(report):
+            raise ValueError("; ".join(wrong))
+
+
+@dataclass(frozen=True)
+class Bench:
+    """Measure this machine's speed."""
+
+    subject: Annotated[BenchKda, subcommand("kda")] | Annotated[None, tyro.conf.Suppress]
+    """What to measure."""  # a single choice would be no subcommand, hence the hidden second
+
+    def run(self) -> None:
+        self.subject.run()
+
+
+@dataclass(frozen=True)
 class Inspect:
     """Say what a configuration or checkpoint holds."""
 
@@ -158,9 +221,10 @@ Command = (
     Annotated[Train, subcommand("train")]
     | Annotated[Generate, subcommand("generate")]
     | Annotated[Convert, subcommand("convert")]
+    | Annotated[Bench, subcommand("bench")]
     | Annotated[Inspect, subcommand("inspect")]
 )
-_NAMES = ("train", "generate", "convert", "inspect")
+_NAMES = ("train", "generate", "convert", "bench", "inspect")
 _PROG = "python -m k3jax"
 
 
@@ -191,6 +255,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
 
 
+def _check(*options: tuple[str, object, bool, str]) -> None:
+    """(name, value, whether it fits, what fits) of each option."""
+    for name, value, fits, right in options:
+        if not fits:
+            raise ValueError(f"--{name} {value}: must be {right}")
+
+
 def _parse(argv: list[str]):
     """The command and the arguments of its `run`; a help text prints itself and gives no command."""
     if argv and not argv[0].startswith("-") and argv[0] not in _NAMES:
@@ -203,7 +274,7 @@ def _parse(argv: list[str]):
             command, unknown = tyro.cli(
                 Command,
                 prog=_PROG,
-                description="Train, run, convert and inspect models of the Kimi K3 family.",
+                description="Train, run, convert, measure and inspect models of the Kimi K3 family.",
                 args=argv or ["--help"],
                 return_unknown_args=True,
                 config=(tyro.conf.OmitSubcommandPrefixes, tyro.conf.PositionalMetavarFromFieldName),

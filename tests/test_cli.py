@@ -1,6 +1,7 @@
 """The command line and the run configuration: what is accepted, what is refused, and in which words."""
 
 import dataclasses
+import json
 import math
 import os
 import re
@@ -15,6 +16,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import k3jax.bench
 import k3jax.hf
 import k3jax.train
 from k3jax import cli, run_config, runtime
@@ -91,11 +93,13 @@ assert not loaded, loaded
 
 
 HELP_SAYS = {
-    "": ["train", "generate", "convert", "inspect"],
+    "": ["train", "generate", "convert", "bench", "inspect"],
     "train": ["--config", "--train.beta1 FLOAT", "Peak learning rate", "--mesh.fsdp INT", "num_experts"],
     "generate": ["--prompt", "--experts {packed,dequantized}", "--top-k"],
     "convert": ["export", "import"],
     "convert export": ["SOURCE", "DESTINATION"],
+    "bench": ["kda"],
+    "bench kda": ["--tokens INT", "--dtype {float32,bfloat16}", "--long-tokens", "--decode-batch", "--out"],
     "inspect": ["PATH"],
 }
 
@@ -177,6 +181,38 @@ def test_convert_and_inspect(calls, capsys):
     assert capsys.readouterr().out == "2.8T parameters\n"
 
 
+@pytest.fixture
+def benchmark(calls, monkeypatch):
+    """Stands in for the measurement: its report, and what is wrong in it."""
+    kda = types.SimpleNamespace(
+        run=lambda options: calls.append(options) or {"heads": options.heads},
+        text="a table of {heads}".format_map,
+        wrong=lambda report: [],
+    )
+    monkeypatch.setitem(sys.modules, "k3jax.bench.kda", kda)
+    monkeypatch.setattr(k3jax.bench, "kda", kda, raising=False)
+    before = jax.config.jax_enable_compilation_cache
+    yield kda
+    jax.config.update("jax_enable_compilation_cache", before)
+
+
+def test_bench_prints_and_writes_without_the_cache(benchmark, calls, capsys, tmp_path):
+    out = str(tmp_path / "kda.json")
+    assert cli.main(["bench", "kda", "--heads", "3", "--dtype", "bfloat16", "--out", out]) == 0
+    assert calls == [cli.BenchKda(heads=3, dtype="bfloat16", out=out)]
+    assert capsys.readouterr().out == "a table of 3\n"
+    assert json.loads(Path(out).read_text()) == {"heads": 3}
+    assert not jax.config.jax_enable_compilation_cache
+    assert cli.main(["bench", "kda"]) == 0 and [path.name for path in tmp_path.iterdir()] == ["kda.json"]
+
+
+def test_bench_ends_with_2_after_its_table_where_a_result_is_wrong(benchmark, capsys, tmp_path):
+    benchmark.wrong = lambda report: ["scan: o off by 1e-02", "auto: o not finite"]
+    assert cli.main(["bench", "kda", "--out", str(tmp_path / "kda.json")]) == 2
+    assert capsys.readouterr() == ("a table of 4\n", "error: scan: o off by 1e-02; auto: o not finite\n")
+    assert (tmp_path / "kda.json").exists()
+
+
 # ---- mistakes ----------------------------------------------------------------------------------------------
 
 
@@ -184,7 +220,7 @@ def test_convert_and_inspect(calls, capsys):
     "line, says",
     [
         ("trian", "trian: no such command; did you mean train?"),
-        ("x", "x: no such command; must be one of train, generate, convert, inspect"),
+        ("x", "x: no such command; must be one of train, generate, convert, bench, inspect"),
         ("train", "Missing from python -m k3jax train: --config STR"),
         ("train --config none.py", "none.py: no such file"),
         ("convert", "Expected one of {export, import}."),
@@ -194,6 +230,21 @@ def test_convert_and_inspect(calls, capsys):
         ("generate a --prompt b --experts x", "invalid choice 'x' for argument '--experts'"),
         ("generate a --prompt b --top-p 0", "--top-p 0.0: must be above 0 and at most 1"),
         ("generate a --prompt b --max-tokens 0", "--max-tokens 0: must be at least 1"),
+        ("bench", "Expected one of {kda}."),
+        ("bench kda x", "x: unknown argument; `python -m k3jax bench --help` lists them"),
+        ("bench kda --tokens x", "Error parsing --tokens: invalid literal for int()"),
+        ("bench kda --tokens 100", "--tokens 100: must be a positive multiple of 64"),
+        ("bench kda --tokens 0", "--tokens 0: must be a positive multiple of 64"),
+        ("bench kda --heads 0", "--heads 0: must be at least 1"),
+        ("bench kda --batch 0", "--batch 0: must be at least 1"),
+        ("bench kda --key-dim 0", "--key-dim 0: must be at least 1"),
+        ("bench kda --value-dim 0", "--value-dim 0: must be at least 1"),
+        ("bench kda --repeats 0", "--repeats 0: must be at least 1"),
+        ("bench kda --dtype float16", "invalid choice 'float16' for argument '--dtype'"),
+        ("bench kda --long-tokens 100", "--long-tokens 100: must be a multiple of 64, or 0"),
+        ("bench kda --long-tokens -64", "--long-tokens -64: must be a multiple of 64, or 0"),
+        ("bench kda --decode-batch -1", "--decode-batch -1: must be 0 or more"),
+        ("bench kda --out none/x.json", "--out none/x.json: must be in a folder that exists, none does not"),
         ("inspect", "Missing from python -m k3jax inspect: PATH"),
     ],
 )
