@@ -37,7 +37,7 @@ class MeshConfig:
     expert: int = 1
     """Groups of routed experts, each with its own part of the batch."""
     context: int = 1
-    """Parts of each sequence. Only 1 is supported so far."""
+    """Parts of each sequence, one after the other."""
     tensor: int = 1
     """Shards of heads, feed-forward widths and vocabulary."""
 
@@ -142,7 +142,6 @@ class RunConfig:
         final_rate = train.final_learning_rate
         ranges = (
             *((f"mesh.{axis}", size, size >= 1, "at least 1") for axis, size in vars(mesh).items()),
-            ("mesh.context", mesh.context, mesh.context == 1, "1, the only size supported so far"),
             ("data.seq_len", data.seq_len, data.seq_len >= 1, "at least 1"),
             ("data.batch_size", data.batch_size, data.batch_size >= 1, "at least 1"),
             ("data.held_out", data.held_out, 0 < data.held_out < 1, "between 0 and 1"),

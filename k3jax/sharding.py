@@ -16,10 +16,11 @@ Logical = Sequence[str | None]  # names of an array's leading axes
 MESH_AXES = ("data", "fsdp", "expert", "context", "tensor")
 
 # Logical axis -> mesh axes. Parameters: dense weights on (fsdp, tensor), experts on (expert, tensor) and fsdp.
-# Activations: "batch" and "seq" for what flows between sublayers, "heads" inside a token mixer.
+# Activations: "batch" and "seq" for what flows between sublayers, "time" and "heads" inside a token mixer.
 RULES: dict[str, tuple[str, ...]] = {
     "batch": ("data", "fsdp", "expert"),
     "seq": ("context", "tensor"),
+    "time": ("context",),
     "heads": ("tensor",),
     "mlp": ("tensor",),
     "vocab": ("tensor",),
@@ -36,8 +37,7 @@ def make_mesh(
     """A mesh of data * fsdp * expert * context * tensor devices, the first of all by default.
 
     Raises:
-        ValueError: sizes that are not positive or need more devices than there are, and context > 1, which is not
-            supported.
+        ValueError: sizes that are not positive or need more devices than there are.
 
     Example:
         >>> with jax.set_mesh(make_mesh(fsdp=2, expert=2, tensor=2)):
@@ -47,8 +47,6 @@ def make_mesh(
     for axis, size in sizes.items():
         if size < 1:
             raise ValueError(f"mesh.{axis}: found {size}, must be positive")
-    if context > 1:
-        raise ValueError(f"mesh.context: found {context}, only 1 is supported")
     devices = list(jax.devices() if devices is None else devices)
     total = math.prod(sizes.values())
     if total > len(devices):

@@ -51,6 +51,10 @@ MESHES = {
     "tensor8": MeshConfig(tensor=8),
     "fsdp2_expert2_tensor2": MeshConfig(fsdp=2, expert=2, tensor=2),
     "data2_expert4": MeshConfig(data=2, expert=4),
+    "context8": MeshConfig(context=8),
+    "context4_tensor2": MeshConfig(context=4, tensor=2),
+    "fsdp2_expert2_context2": MeshConfig(fsdp=2, expert=2, context=2),
+    "data2_context2_tensor2": MeshConfig(data=2, context=2, tensor=2),
 }
 B, T = 8, 32
 

@@ -90,7 +90,8 @@ class DenseFFN(nn.Module):
         )
         down = weight(self, "down_proj", (D, self.width), ("embed", "mlp"), cfg.initializer_range)
         h = activation(cfg)(jnp.einsum("btd,fd->btf", x, gate), jnp.einsum("btd,fd->btf", x, up))
-        return jnp.einsum("btf,df->btd", constrain(h, "batch", None, "mlp"), down)
+        time = "time" if x.shape[1] > 1 else None
+        return jnp.einsum("btf,df->btd", constrain(h, "batch", time, "mlp"), down)
 
 
 def log_uniform_dt(low: float = 1e-3, high: float = 1e-1):

@@ -13,8 +13,9 @@ from k3jax.config import ModelConfig
 from k3jax.nn.layers import Policy, float32_weight, log_uniform_dt, rms_norm, weight
 from k3jax.ops.conv import short_conv
 from k3jax.ops.kda import accumulator, kda, kda_gate, l2norm
+from k3jax.ops.kda_context import kda_over, short_conv_over
 from k3jax.ops.mla import mla_attention
-from k3jax.sharding import constrain, on_shards
+from k3jax.sharding import constrain, mesh_axes, on_shards
 
 LATENT_EPS = 1e-6  # of the two norms inside MLA; every other norm has the config's
 
@@ -32,6 +33,8 @@ class KimiDeltaAttention(nn.Module):
         D, H, K, std = cfg.hidden_size, cfg.kda_num_heads, cfg.kda_head_dim, cfg.initializer_range
         wide = accumulator(dtype)
         new_cache = {}
+        time = _time(x, cache)
+        tokens, context = ("batch", time, "heads"), "".join(mesh_axes(time))
 
         def mixed(name):
             w = weight(self, f"{name}_proj", (H, K, D), ("heads", None, "embed"), std)
@@ -40,8 +43,13 @@ class KimiDeltaAttention(nn.Module):
             conv = float32_weight(
                 self, f"{name}_conv1d", _uniform(bound), (H, K, taps), ("heads", None, None)
             )
-            y = constrain(jnp.einsum("btd,hkd->bthk", x, w), "batch", None, "heads", None)
-            y, new_cache[f"{name}_conv1d"] = short_conv(y, conv, cache and cache[f"{name}_conv1d"], ids)
+            y = constrain(jnp.einsum("btd,hkd->bthk", x, w), *tokens, None)
+            if context:
+                y = on_shards(
+                    lambda *x: (short_conv_over(context, *x),), [tokens, ("heads",), tokens[:2]], [tokens]
+                )(y, conv, ids)[0]
+            else:
+                y, new_cache[f"{name}_conv1d"] = short_conv(y, conv, cache and cache[f"{name}_conv1d"], ids)
             return jax.nn.silu(y)
 
         q, k, v = mixed("q"), mixed("k"), mixed("v")
@@ -63,13 +71,14 @@ class KimiDeltaAttention(nn.Module):
             valid = (ids > 0)[:, :, None]
             k, g = jnp.where(valid[..., None], k, 0), jnp.where(valid[..., None], g, 0)
             beta, segment_ids = jnp.where(valid, beta, 0), None
-        tokens = ("batch", None, "heads")
-        run = on_shards(
-            partial(kda, gate_lower_bound=cfg.gate_lower_bound, impl=self.policy.kda_impl),
-            [tokens] * 5 + [("batch", "heads"), ("batch",)],
-            [tokens, ("batch", "heads")],
-        )
-        o, state = run(q, k, v, g, beta, state, segment_ids)
+        options = {"gate_lower_bound": cfg.gate_lower_bound, "impl": self.policy.kda_impl}
+        if context:
+            run = on_shards(lambda *x: (kda_over(context, *x, **options),), [tokens] * 5 + [tokens[:2]], [tokens])
+            (o,) = run(q, k, v, g, beta, ids)
+        else:
+            states = ("batch", "heads")
+            run = on_shards(partial(kda, **options), [tokens] * 5 + [states, ("batch",)], [tokens, states])
+            o, state = run(q, k, v, g, beta, state, segment_ids)
 
         if cfg.use_full_rank_gate:
             gate = jnp.einsum("btd,hkd->bthk", x, weight(self, "g_proj", (H, K, D), ("heads", None, "embed"), std))
@@ -78,7 +87,7 @@ class KimiDeltaAttention(nn.Module):
             gate = jnp.einsum("btl,hkl->bthk", gate, weight(self, "g_b_proj", (H, K, K), ("heads", None, None), std))
         o_norm = float32_weight(self, "o_norm", nn.initializers.ones, (K,), (None,))
         o = rms_norm(o.astype(wide), o_norm, cfg.rms_norm_eps) * jax.nn.sigmoid(gate.astype(wide))
-        o = constrain(o.astype(dtype), "batch", None, "heads", None)
+        o = constrain(o.astype(dtype), *tokens, None)
         y = jnp.einsum("bthk,dhk->btd", o, weight(self, "o_proj", (D, H, K), ("embed", "heads", None), std))
         if cache is not None:
             cache = {"state": state.astype(cache["state"].dtype), **new_cache}
@@ -105,7 +114,8 @@ class LatentAttention(nn.Module):
             q = jnp.einsum("btl,hkl->bthk", q, w)
         else:
             q = jnp.einsum("btd,hkd->bthk", x, weight(self, "q_proj", (H, K + R, D), ("heads", None, "embed"), std))
-        q = constrain(q, "batch", None, "heads", None)
+        tokens = ("batch", _time(x, cache), "heads")
+        q = constrain(q, *tokens, None)
 
         w = weight(self, "kv_a_proj_with_mqa", (L + R, D), (None, "embed"), std)
         kv = constrain(jnp.einsum("btd,ld->btl", x, w), "batch", None, None)
@@ -120,18 +130,29 @@ class LatentAttention(nn.Module):
             cache, kv_ids = {"latent": latent, "k_rope": k_rope}, present
         w_kv = weight(self, "kv_b_proj", (H, K + V, L), ("heads", None, None), std)
         dtype = self.policy.dtype
-        tokens = ("batch", None, "heads")
-        in_axes = [tokens, ("batch",), ("batch",), ("heads",), ("heads",), ("batch",), ("batch",), ()]
-        o = on_shards(lambda *x: (mla_attention(*x),), in_axes, [tokens])(
+        in_axes = [tokens, ("batch",), ("batch",), ("heads",), ("heads",), tokens[:2], ("batch",), ()]
+        o = on_shards(lambda *x: (_attend(mesh_axes(tokens[1]), *x),), in_axes, [tokens])(
             q, latent.astype(dtype), k_rope.astype(dtype), w_kv[:, :K], w_kv[:, K:], ids, kv_ids, start
         )[0]
         if cfg.mla_use_output_gate:
             gate = jnp.einsum("btd,hvd->bthv", x, weight(self, "g_proj", (H, V, D), ("heads", None, "embed"), std))
             wide = accumulator(dtype)
             o = (o.astype(wide) * jax.nn.sigmoid(gate.astype(wide))).astype(dtype)
-        o = constrain(o, "batch", None, "heads", None)
+        o = constrain(o, *tokens, None)
         y = jnp.einsum("bthv,dhv->btd", o, weight(self, "o_proj", (D, H, V), ("embed", "heads", None), std))
         return y, cache
+
+
+def _time(x: Array, cache: dict | None) -> str | None:
+    """The logical axis of T inside a mixer: a cached row stays whole."""
+    return "time" if cache is None and x.shape[1] > 1 else None
+
+
+def _attend(context: tuple[str, ...], q, latent, k_rope, w_k, w_v, q_ids, kv_ids, start):
+    """`mla_attention` of the queries on this device, of T split over `context`, with the keys of all."""
+    for axis in context:
+        start = start + lax.axis_index(axis) * q.shape[1]
+    return mla_attention(q, latent, k_rope, w_k, w_v, q_ids, kv_ids, start)
 
 
 def _uniform(bound: float):

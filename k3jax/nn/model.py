@@ -219,12 +219,13 @@ class K3(nn.Module):
     def unembed(self, hidden: Array) -> Array:
         """lm_head(RMSNorm(hidden)): [..., T, D] -> [..., T, vocab]."""
         normed = rms_norm(hidden, self.norm, self.cfg.rms_norm_eps)
-        return constrain(jnp.einsum("btd,vd->btv", normed, self.lm_head), "batch", None, "vocab")
+        time = "time" if hidden.shape[1] > 1 else None
+        return constrain(jnp.einsum("btd,vd->btv", normed, self.lm_head), "batch", time, "vocab")
 
 
 def init_variables(model: K3, key: Array):
     """`model.init` on the smallest batch the current mesh can split; leaves carry their logical axes."""
     mesh = current_mesh()
-    tokens = jnp.zeros((ways("batch", mesh), 2 * ways("seq", mesh)), jnp.int32)
+    tokens = jnp.zeros((ways("batch", mesh), 4 * ways("seq", mesh)), jnp.int32)
     variables = model.init(key, tokens)
     return {name: variables[name] for name in ("params", "router") if name in variables}

@@ -19,15 +19,21 @@ def token_losses(logits: Array, targets: Array) -> Array:
 
 
 def cross_entropy(
-    hidden: Array, unembed: Callable[[Array], Array], targets: Array, weights: Array, chunk: int = 256
+    hidden: Array,
+    unembed: Callable[[Array], Array],
+    targets: Array,
+    weights: Array,
+    chunk: int = 256,
+    stretches: int = 1,
 ) -> Array:
-    """sum_t weights_t (-log softmax(unembed(hidden_t))[targets_t]), `chunk` positions of every row at a time.
+    """sum_t weights_t (-log softmax(unembed(hidden_t))[targets_t]), `chunk` positions of every stretch at a time.
 
     The backward pass computes each chunk's logits anew.
 
     Args:
         hidden: [B,T,D]. unembed: [B,C,D] -> [B,C,vocab].
         targets: [B,T] int. weights: [B,T], 0 where nothing is learnt.
+        stretches: equal parts of T that lie on different devices; all work on every chunk.
 
     Returns:
         The weighted sum in float32 (float64 for float64 hidden).
@@ -38,11 +44,13 @@ def cross_entropy(
     """
     B, T, _ = hidden.shape
     dtype = accumulator(hidden.dtype)
-    chunk = min(chunk, T)
+    chunk = min(chunk, T // stretches)
 
     def chunks(x):
-        x = jnp.pad(x, ((0, 0), (0, -T % chunk)) + ((0, 0),) * (x.ndim - 2))
-        return jnp.moveaxis(x.reshape(B, -1, chunk, *x.shape[2:]), 1, 0)
+        x = x.reshape(B, stretches, -1, *x.shape[2:])
+        x = jnp.pad(x, ((0, 0), (0, 0), (0, -x.shape[2] % chunk)) + ((0, 0),) * (x.ndim - 3))
+        x = x.reshape(B, stretches, -1, chunk, *x.shape[3:])
+        return jnp.moveaxis(x, 2, 0).reshape(-1, B, stretches * chunk, *x.shape[4:])
 
     @jax.checkpoint
     def step(total, part):

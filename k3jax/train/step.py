@@ -16,7 +16,7 @@ from k3jax.nn.moe import RouterStats
 from k3jax.ops.loss import cross_entropy
 from k3jax.ops.router import quantile_bias_from_histogram
 from k3jax.run_config import RunConfig
-from k3jax.sharding import spec, tree_shardings
+from k3jax.sharding import current_mesh, spec, tree_shardings, ways
 from k3jax.train.optim import make_optimizer
 
 
@@ -82,7 +82,8 @@ def batch_loss(model: K3, params, router, batch: dict[str, Array], total_weight:
     variables = {"params": params, "router": router}
     out = model.apply(variables, batch["tokens"], segment_ids=batch["segment_ids"])
     head = lambda hidden: model.apply(variables, hidden, method="unembed")  # noqa: E731
-    loss = cross_entropy(out.hidden, head, batch["targets"], batch["weights"])
+    stretches = ways("time", current_mesh())
+    loss = cross_entropy(out.hidden, head, batch["targets"], batch["weights"], stretches=stretches)
     return loss / total_weight.astype(loss.dtype), out.router
 
 
