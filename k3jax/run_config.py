@@ -183,6 +183,10 @@ class RunConfig:
             product = math.prod(_get(self, factor) for factor in factors)
             if value % product:
                 raise ValueError(f"{key}={value}: must be a multiple of {'*'.join(factors)}={product}")
+        least = mesh.context * (model.short_conv_kernel_size - 1)
+        if mesh.context > 1 and data.seq_len < least:
+            halo = f"{model.short_conv_kernel_size - 1} * mesh.context"
+            raise ValueError(f"data.seq_len={data.seq_len}: must be at least {least} = {halo}, for the convolutions")
         if train.qat:
             widths = {latent: model.latent_size, "moe_intermediate_size": model.moe_intermediate_size}
             for key, value in widths.items():

@@ -434,7 +434,7 @@ BATCH_PARTS = "mesh.data*mesh.fsdp*mesh.expert*train.grad_accum"
         ("model.routed_expert_hidden_size=48", "routed_expert_hidden_size=48: must be a multiple of 32"),
         ("model.hidden_size=80 model.routed_expert_hidden_size=None", "size=80: must be a multiple of 32"),
         ("model.moe_intermediate_size=80", "model.moe_intermediate_size=80: must be a multiple of 32"),
-        ("mesh.context=2", "mesh.context=2: must be 1, the only size supported so far"),
+        ("mesh.context=32 mesh.tensor=1", "data.seq_len=64: must be at least 96 = 3 * mesh.context, for the convolutions"),
         ("mesh.fsdp=0", "mesh.fsdp=0: must be at least 1"),
         ("cpu_devices=4", "4: must be mesh.data*mesh.fsdp*mesh.expert*mesh.context*mesh.tensor=8, or 0"),
         ("train.learning_rate=nan", "train.learning_rate=nan: must be positive"),

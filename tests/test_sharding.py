@@ -36,7 +36,7 @@ def test_axes_of_size_one_split_nothing():
 @pytest.mark.parametrize(
     "logical, shape, message",
     [
-        (("vocab", "head"), (64, 32), "logical axis 'head': unknown, must be one of batch, seq, heads"),
+        (("vocab", "head"), (64, 32), "logical axis 'head': unknown, must be one of batch, seq, time, heads"),
         (("batch", "embed"), (8, 8), "mesh axis 'fsdp' would split both 'batch' and 'embed' of one array"),
         (("seq", "mlp"), (8, 8), "mesh axis 'tensor' would split both 'seq' and 'mlp' of one array"),
         (("heads", "vocab"), (8, 8), "mesh axis 'tensor' would split both 'heads' and 'vocab'"),
@@ -73,7 +73,6 @@ def test_make_mesh():
     [
         ({"fsdp": 0}, "mesh.fsdp: found 0, must be positive"),
         ({"tensor": -2}, "mesh.tensor: found -2, must be positive"),
-        ({"context": 2}, "mesh.context: found 2, only 1 is supported"),
         ({"fsdp": 3, "tensor": 3}, "mesh: found .*'fsdp': 3.*, which needs 9 devices; there are 8"),
     ],
 )

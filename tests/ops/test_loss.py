@@ -46,6 +46,21 @@ def test_chunks(chunk):
     assert np.all((np.asarray(found[1][0]) != 0).all(-1) == (np.asarray(WEIGHTS) > 0))
 
 
+@pytest.mark.parametrize("chunk", [1, 2, 256])
+def test_stretches_change_the_order_only(chunk):
+    """Each chunk takes its positions from every stretch: chunk 0 of three stretches of two is 0, 2, 4 or all."""
+    seen = []
+
+    def head(hidden):
+        seen.append(hidden.shape)
+        return unembed(TABLE, hidden)
+
+    found = cross_entropy(HIDDEN[:, :6], head, TARGETS[:, :6], WEIGHTS[:, :6], chunk, stretches=3)
+    expected = cross_entropy(HIDDEN[:, :6], partial(unembed, TABLE), TARGETS[:, :6], WEIGHTS[:, :6])
+    np.testing.assert_allclose(found, expected, rtol=1e-14)
+    assert set(seen) == {(B, 3 * min(chunk, 2), D)}
+
+
 def test_no_more_than_a_chunk_of_logits():
     targets, weights = jnp.ones((B, 64), jnp.int32), jnp.ones((B, 64))
     loss = lambda hidden: cross_entropy(hidden, partial(unembed, TABLE), targets, weights, 16)  # noqa: E731
