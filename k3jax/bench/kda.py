@@ -116,7 +116,11 @@ def run(options: BenchKda) -> dict[str, Any]:
     growth = None
     if options.long_tokens and "chunked" in right:
         growth, calls["long"] = _compile(_timed(right["chunked"])[BOTH], draw(options.long_tokens))
-    times = interleaved({name: call for name, call in calls.items() if call}, options.repeats, "rounds")
+    # The greediest last: what follows it waits for the system to hand its memory out again.
+    memory = {(name, kind): rows[name][kind].get("temp_bytes", 0) for name, kind in product(right, KINDS)}
+    memory["long"] = (growth or {}).get("temp_bytes", 0)
+    order = sorted((name for name, call in calls.items() if call), key=lambda name: memory.get(name, 0))
+    times = interleaved({name: calls[name] for name in order}, options.repeats, "rounds")
 
     rate = 2 * MATMUL**3 / times.pop("matmul").seconds
     if "long" in times:

@@ -15,6 +15,7 @@ import numpy as np
 from tqdm import tqdm
 
 Name = TypeVar("Name", bound=Hashable)
+TIMED = 3  # calls of a round
 progress = partial(tqdm, disable=None, leave=False)  # a line on stderr where that is a terminal
 
 
@@ -26,7 +27,7 @@ class Time(NamedTuple):
 def interleaved(calls: Mapping[Name, Callable[[], Any]], repeats: int, title: str) -> dict[Name, Time]:
     """Times calls in `repeats` rounds, so that what disturbs the machine disturbs all of them alike.
 
-    A round makes every call twice in a row and times the second, until its arrays are ready. The first takes
+    A round makes every call once untimed and then `TIMED` times, each until its arrays are ready. The untimed one takes
     back the memory that its neighbour returned to the system, which is slow. `title` names the progress line.
 
     Example:
@@ -36,9 +37,10 @@ def interleaved(calls: Mapping[Name, Callable[[], Any]], repeats: int, title: st
     taken = {name: [] for name in calls}
     for name in progress(list(calls) * repeats, title):
         jax.block_until_ready(calls[name]())
-        start = time.perf_counter()
-        jax.block_until_ready(calls[name]())
-        taken[name].append(time.perf_counter() - start)
+        for _ in range(TIMED):
+            start = time.perf_counter()
+            jax.block_until_ready(calls[name]())
+            taken[name].append(time.perf_counter() - start)
     quartiles = {name: np.percentile(seconds, (25, 50, 75)).tolist() for name, seconds in taken.items()}
     return {name: Time(middle, high - low) for name, (low, middle, high) in quartiles.items()}
 

@@ -26,7 +26,7 @@ from k3jax.ops.kda_tiles import (
     unit_lower_inverse,
 )
 
-GROUP = 8  # chunks, at most, between two kept states; they are unrolled, which saves CPUs a tenth of the time in copies
+GROUP = 4  # chunks, at most, between two kept states; they are unrolled, which saves CPUs a tenth of the time in copies
 
 
 class Slots(NamedTuple):

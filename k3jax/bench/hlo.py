@@ -1,0 +1,176 @@
+"""What a compiled program communicates, read from its HLO text (`compiled.as_text()`)."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections import Counter
+from collections.abc import Mapping
+from functools import cache
+from typing import NamedTuple
+
+import numpy as np
+
+# Bytes a device sends of n bytes of operands, by the usual algorithm among R devices (rings, direct exchange).
+SENT = {
+    "all-gather": lambda n, R: n * (R - 1),
+    "reduce-scatter": lambda n, R: n * (R - 1) // R,
+    "all-reduce": lambda n, R: 2 * n * (R - 1) // R,
+    "all-to-all": lambda n, R: n * (R - 1) // R,
+    "collective-permute": lambda n, R: n,
+}
+
+_COMPUTATION = re.compile(r"(ENTRY )?%?([\w.-]+) \(.*\{$")
+_INSTRUCTION = re.compile(r"\s+(?:ROOT )?%?([\w.-]+) = (.*?) ([a-z][a-z0-9-]*)\((.*)$")
+_CALLED = re.compile(r"\b(?:to_apply|calls|body|condition|true_computation|false_computation)=%?([\w.-]+)")
+_SEVERAL_CALLED = re.compile(r"\b(?:branch_computations|called_computations)=\{(.*?)\}")
+_TRIPS = re.compile(r'"known_trip_count":\{"n":"(\d+)"\}')
+_IOTA = re.compile(r"replica_groups=\[(\d+),(\d+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?")
+_AXES = re.compile(r"replica_groups=mesh\[([^\]]*)\] \{([^}]*)\}")
+_ALL = re.compile(r"replica_groups=\{\}|^(?!.*replica_groups)")
+_LISTED = re.compile(r"(?:replica_groups|source_target_pairs)=\{(\{[\d,{}]*\})\}")
+
+
+class Collective(NamedTuple):
+    """One collective operation: `sent` bytes a device in one execution, among the devices of one of `groups`.
+
+    Devices are numbers in the order of the program's mesh. A `collective-permute` has its (source, target) pairs.
+    """
+
+    kind: str
+    sent: int
+    groups: tuple[tuple[int, ...], ...]
+
+    def axes(self, mesh: Mapping[str, int]) -> tuple[str, ...]:
+        """Axes of `mesh` (name -> size, in order) along which the devices of a group differ."""
+        places = np.unravel_index(np.asarray(self.groups), tuple(mesh.values()))
+        return tuple(axis for axis, place in zip(mesh, places, strict=True) if (place != place[:, :1]).any())
+
+
+def collectives(text: str) -> Counter[Collective]:
+    """How often one run of a compiled program executes each collective that leaves the device.
+
+    A loop's body counts as often as the loop runs. Of a conditional, the branch that sends the least counts: what is sent
+    in any case.
+
+    Raises:
+        ValueError: a loop that communicates and does not say how often it runs.
+
+    Example:
+        >>> collectives(jax.jit(step).lower(state, batch).compile().as_text())
+        Counter({Collective(kind='all-gather', sent=1536, groups=((0, 1, 2, 3),)): 12})
+    """
+    computations, entry = _parse(text)
+    devices = math.prod(int(n) for n in re.findall(r"(?:num_partitions|replica_count)=(\d+)", text.split("\n", 1)[0]))
+
+    @cache
+    def executed(name: str) -> Counter[Collective]:
+        total, sizes = Counter(), {}
+        for result, shape, kind, rest in computations[name]:
+            sizes[result] = _bytes(shape)
+            kind = kind.removesuffix("-start")
+            if kind in SENT:
+                groups = _groups(rest, devices)
+                sent = SENT[kind](sum(sizes[operand] for operand in _operands(rest)), len(groups[0]))
+                if sent and any(len(set(group)) > 1 for group in groups):
+                    total[Collective(kind, sent, groups)] += 1
+            called = [executed(inner) for inner in _called(rest)]
+            if kind == "conditional":
+                called = [min(called, key=sent_bytes)]
+            inside = sum(called, Counter())
+            trips = _TRIPS.search(rest) if kind == "while" else None
+            if kind == "while" and inside and not trips:
+                raise ValueError(f"{result}: a loop that communicates and does not say how often it runs")
+            for collective, times in inside.items():
+                total[collective] += times * (int(trips[1]) if trips else 1)
+        return total
+
+    return executed(entry)
+
+
+def sent_bytes(executed: Counter[Collective]) -> int:
+    """Bytes a device sends by all of them."""
+    return sum(times * collective.sent for collective, times in executed.items())
+
+
+def sent_by_kind(text: str) -> dict[str, int]:
+    """Bytes a device sends in one run of a compiled program, by kind of collective; those of `SENT`, in that order.
+
+    Example:
+        >>> sent_by_kind(jax.jit(step).lower(state, batch).compile().as_text())["all-to-all"]
+        98304
+    """
+    total = dict.fromkeys(SENT, 0)
+    for collective, times in collectives(text).items():
+        total[collective.kind] += times * collective.sent
+    return total
+
+
+def _parse(text: str):
+    """{computation: [(result, shape, operation, what follows its opening bracket)]}, and the entry's name."""
+    computations, entry, current = {}, None, None
+    for line in re.sub(r"/\*.*?\*/", "", text).split("\n"):  # /*index=5*/
+        if head := _COMPUTATION.match(line):
+            current = computations[head[2]] = []
+            entry = head[2] if head[1] else entry
+        elif instruction := _INSTRUCTION.match(line):
+            current.append(instruction.groups())
+    return computations, entry
+
+
+def _bytes(shape: str) -> int:
+    """Of an array, or a tuple of arrays: f32[8,128]{1,0} has 4096."""
+    return sum(
+        math.prod(int(n) for n in sizes.split(",") if n) * _bits(dtype) // 8
+        for dtype, sizes in re.findall(r"([a-z]\w*)\[([\d,]*)\]", shape)
+    )
+
+
+def _bits(dtype: str) -> int:
+    digits = re.search(r"\d+", dtype)
+    return int(digits[0]) if digits else 8 if dtype == "pred" else 0  # a token has none
+
+
+def _operands(rest: str) -> list[str]:
+    inside = re.split(r"\)(?:,|$)", rest, maxsplit=1)[0]
+    return [operand.split()[-1].lstrip("%") for operand in inside.split(", ")]
+
+
+def _called(rest: str) -> list[str]:
+    several = [name.lstrip("%") for names in _SEVERAL_CALLED.findall(rest) for name in names.split(", ")]
+    return _CALLED.findall(rest) + several
+
+
+def _groups(rest: str, devices: int) -> tuple[tuple[int, ...], ...]:
+    """Who communicates with whom, in any of the four ways it is written, here for (0, 2), (1, 3) of four devices.
+
+    {{0,2},{1,3}}; or [2,2]<=[2,2]T(1,0), the numbers 0..3 as 2 x 2, transposed, in 2 groups of 2; or mesh['a'=2,'b'=2] {'a'},
+    along an axis of the mesh; or {}, all.
+    """
+    if listed := _LISTED.search(rest):
+        groups = [group.split(",") for group in re.findall(r"\{([\d,]+)\}", listed[1])]
+    elif iota := _IOTA.search(rest):
+        shape = [int(n) for n in iota[3].split(",")]
+        order = [int(n) for n in iota[4].split(",")] if iota[4] else range(len(shape))
+        groups = np.arange(math.prod(shape)).reshape(shape).transpose(order).reshape(int(iota[1]), int(iota[2]))
+    elif along := _AXES.search(rest):
+        groups = _along(along[1], along[2])
+    elif _ALL.search(rest):
+        groups = [range(devices)]
+    else:
+        raise ValueError(f"replica_groups: found {rest.split('replica_groups=')[1][:60]}, which is in no known form")
+    return tuple(tuple(int(device) for device in group) for group in groups)
+
+
+def _along(mesh: str, axes: str) -> np.ndarray:
+    """Groups [groups, devices of one] along axes, or parts of them: of 'a'=8, 'a':(2)4 is the part that varies fastest."""
+    sizes = {name: int(size) for name, size in re.findall(r"'([^']+)'=(\d+)", mesh)}
+    # Every axis as three, of which the one in the middle is split over the group.
+    parts, chosen = {name: (size, 1, 1) for name, size in sizes.items()}, []
+    for name, outer, size in re.findall(r"'([^']+)'(?::\((\d+)\)(\d+))?", axes):
+        outer, size = int(outer or 1), int(size or sizes[name])
+        parts[name] = (outer, size, sizes[name] // (outer * size))
+        chosen.append(3 * list(sizes).index(name) + 1)
+    shape = [n for part in parts.values() for n in part]
+    ids = np.moveaxis(np.arange(math.prod(shape)).reshape(shape), chosen, range(-len(chosen), 0))
+    return ids.reshape(-1, math.prod(ids.shape[-len(chosen) :]))
