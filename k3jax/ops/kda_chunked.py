@@ -147,8 +147,6 @@ def _group_backward(lower_bound, states, dfinals, carry, x):
         dstate = _advance(dstate, read, keep, dseen)
         if states is not None:
             dstates = _store(dstates, slot.first, slot.segment, dstate)
-            ends = jnp.repeat(slot.first, H)[:, None, None]
-            dstate = jnp.where(ends, 0, dstate)
         return (dstate, dstates), (du, dv, dread, dout, dkeep)
 
     du = einsum("xts,xtv->xsv", P, do)
