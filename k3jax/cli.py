@@ -27,7 +27,7 @@ class Train:
     """Train a model.
 
     Settings of the file are changed as key=value: python -m k3jax train --config configs/quickstart.py
-    train.steps=50 mesh.expert=4 --out runs/short
+    train.steps=50 strategy=ep_tp --out runs/short
     """
 
     config: str
@@ -38,10 +38,13 @@ class Train:
 
         config = run_config.apply_overrides(run_config.load_config(self.config), overrides)
         config.validate()
-        runtime.setup(config.cpu_devices)
+        runtime.setup(config.cpu_devices, config.processes)
+        import jax
+
         from k3jax.train import loop
 
-        loop.train(config)
+        with runtime.ending_together():
+            loop.train(config.on(jax.device_count()))
 
 
 @dataclass(frozen=True)
@@ -179,29 +182,76 @@ class BenchKda:
             ("decode-batch", self.decode_batch, self.decode_batch >= 0, "0 or more"),
             ("out", self.out, folder.is_dir(), f"in a folder that exists, {folder} does not"),
         )
-        import jax
+        _compile_anew()
+        from k3jax.bench import kda
 
-        # A program read from the cache would seem to compile at once.
-        jax.config.update("jax_enable_compilation_cache", False)
-        from k3jax.bench import kda, timing
+        _hand_over(kda, kda.run(self), self.out)
 
-        report = kda.run(self)
-        print(kda.text(report), flush=True)
-        if self.out:
-            timing.write_json(self.out, report)
-        if wrong := kda.wrong(report):
-            raise ValueError("; ".join(wrong))
+
+@dataclass(frozen=True)
+class BenchStrategies:
+    """Compare sharding strategies: step time, memory, what every collective moves.
+
+    Settings of the file are changed as key=value: python -m k3jax bench strategies data.seq_len=256
+    """
+
+    config: str = "configs/quickstart.py"
+    """Python file that defines `config`, a k3jax.run_config.RunConfig. Its mesh does not matter."""
+    strategies: str = ""
+    """Strategies, separated by commas; all of configs/strategies if empty."""
+    steps: int = 5
+    """Rounds; each times every strategy."""
+    out: str | None = None
+    """JSON file to write."""
+
+    def run(self, overrides: Sequence[str] = ()) -> None:
+        folder = Path(self.out or "").parent
+        _check(
+            ("steps", self.steps, self.steps >= 1, "at least 1"),
+            ("out", self.out, folder.is_dir(), f"in a folder that exists, {folder} does not"),
+        )
+        from k3jax import run_config, runtime
+
+        config = run_config.apply_overrides(run_config.load_config(self.config), overrides)
+        names = self.strategies.split(",") if self.strategies else run_config.strategy_names()
+        meshes = {name: run_config.load_strategy(name) for name in names}
+        if config.processes.count > 1:
+            raise ValueError(f"processes.count={config.processes.count}: must be 1 in a benchmark")
+        dataclasses.replace(config, mesh=run_config.MeshConfig(), cpu_devices=0).validate()
+        runtime.setup(config.cpu_devices)
+        _compile_anew()
+        from k3jax.bench import strategies
+
+        _hand_over(strategies, strategies.run(config, meshes, self.steps), self.out)
+
+
+def _compile_anew() -> None:
+    import jax
+
+    # A program read from the cache would seem to compile at once.
+    jax.config.update("jax_enable_compilation_cache", False)
+
+
+def _hand_over(bench, report, out: str | None) -> None:
+    """Prints a benchmark's report, writes it, and complains of what is wrong in it."""
+    from k3jax.bench import timing
+
+    print(bench.text(report), flush=True)
+    if out:
+        timing.write_json(out, report)
+    if wrong := bench.wrong(report):
+        raise ValueError("; ".join(wrong))
 
 
 @dataclass(frozen=True)
 class Bench:
     """Measure this machine's speed."""
 
-    subject: Annotated[BenchKda, subcommand("kda")] | Annotated[None, tyro.conf.Suppress]
-    """What to measure."""  # a single choice would be no subcommand, hence the hidden second
+    subject: Annotated[BenchKda, subcommand("kda")] | Annotated[BenchStrategies, subcommand("strategies")]
+    """What to measure."""
 
-    def run(self) -> None:
-        self.subject.run()
+    def run(self, *rest) -> None:
+        self.subject.run(*rest)
 
 
 @dataclass(frozen=True)
@@ -287,7 +337,7 @@ def _parse(argv: list[str]):
 
             print_settings()
         return None, ()
-    if isinstance(command, Train):
+    if isinstance(getattr(command, "subject", command), Train | BenchStrategies):
         return command, (unknown,)
     if unknown:
         raise ValueError(f"{' '.join(unknown)}: unknown argument; `{_PROG} {argv[0]} --help` lists them")

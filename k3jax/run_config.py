@@ -25,10 +25,12 @@ import tyro
 
 from k3jax.config import MX_BLOCK, ModelConfig, describe_type, is_instance
 
+STRATEGIES = Path(__file__).parents[1] / "configs" / "strategies"
+
 
 @dataclass(frozen=True)
 class MeshConfig:
-    """Devices along each mesh axis; their product is the number of devices."""
+    """Devices along each mesh axis; their product is the number of devices. An axis of -1 takes the rest."""
 
     data: int = 1
     """Replicas of the parameters, each with its own part of the batch."""
@@ -45,6 +47,25 @@ class MeshConfig:
     def size(self) -> int:
         """Number of devices."""
         return math.prod(dataclasses.astuple(self))
+
+    def on(self, devices: int) -> MeshConfig:
+        """The mesh of so many devices: an axis of -1 gets what the other axes leave of them.
+
+        Raises `ValueError`, one line, if they do not divide the devices, or leave them to two axes.
+
+        Example:
+            >>> MeshConfig(expert=-1, tensor=2).on(8)
+            MeshConfig(data=1, fsdp=1, expert=4, context=1, tensor=2)
+        """
+        rest = [f"mesh.{axis}" for axis, size in vars(self).items() if size == -1]
+        if not rest:
+            return self
+        if len(rest) > 1:
+            raise ValueError(f"{'=-1, '.join(rest)}=-1: only one axis can take what the others leave")
+        if devices % self.size:
+            factors = "*".join(f"mesh.{axis}" for axis, size in vars(self).items() if size > 1)
+            raise ValueError(f"{devices} devices: must be a multiple of {factors}={-self.size}, for {rest[0]}=-1")
+        return dataclasses.replace(self, **{rest[0].removeprefix("mesh."): devices // -self.size})
 
 
 @dataclass(frozen=True)
@@ -106,6 +127,18 @@ class TrainConfig:
 
 
 @dataclass(frozen=True)
+class ProcessesConfig:
+    """Processes that run one training together, one a host as a rule. Each has the same settings but for `index`."""
+
+    count: int = 1
+    """Processes in all."""
+    index: int = 0
+    """This one's number, from 0; process 0 writes the log."""
+    coordinator: str = ""
+    """host:port that process 0 listens on. `auto`: SLURM, GKE or Cloud TPU tell it, count and index. Empty: one process."""
+
+
+@dataclass(frozen=True)
 class RunConfig:
     """One training run.
 
@@ -116,7 +149,8 @@ class RunConfig:
         mesh: Devices along each mesh axis.
         out: Folder of the run: checkpoints, metrics and plot.
         resume: Checkpoint to continue from: its step folder, or a run folder for its newest one.
-        cpu_devices: Simulated CPU devices to run on; 0 runs on the machine's own devices.
+        cpu_devices: Simulated CPU devices to run on, over all processes; 0 runs on the machine's own devices.
+        processes: Processes that run it together.
 
     Example:
         >>> config = load_config("configs/quickstart.py")
@@ -131,6 +165,11 @@ class RunConfig:
     out: str = "runs/k3"
     resume: str | None = None
     cpu_devices: int = 0
+    processes: ProcessesConfig = ProcessesConfig()
+
+    def on(self, devices: int) -> RunConfig:
+        """This run on so many devices, as `MeshConfig.on`."""
+        return dataclasses.replace(self, mesh=self.mesh.on(devices))
 
     def validate(self) -> None:
         """Checks each setting and that model, batch and mesh fit together.
@@ -138,10 +177,11 @@ class RunConfig:
         Raises `ValueError`, one line, naming the key, the value found and what would be right.
         """
         _check_types(self)
+        left = "at least 1, or -1 for what the other axes leave of the devices"
         model, data, train, mesh = self.model, self.data, self.train, self.mesh
         final_rate = train.final_learning_rate
         ranges = (
-            *((f"mesh.{axis}", size, size >= 1, "at least 1") for axis, size in vars(mesh).items()),
+            *((f"mesh.{axis}", size, size >= 1 or size == -1, left) for axis, size in vars(mesh).items()),
             ("data.seq_len", data.seq_len, data.seq_len >= 1, "at least 1"),
             ("data.batch_size", data.batch_size, data.batch_size >= 1, "at least 1"),
             ("data.held_out", data.held_out, 0 < data.held_out < 1, "between 0 and 1"),
@@ -159,10 +199,14 @@ class RunConfig:
             ("train.eval_windows", train.eval_windows, train.eval_windows >= 1, "at least 1"),
             ("train.log_every", train.log_every, train.log_every >= 1, "at least 1"),
             ("cpu_devices", self.cpu_devices, self.cpu_devices >= 0, "0 (the machine's own devices) or more"),
+            *self._processes_ranges(),
         )
         for key, value, fits, right in ranges:
             if not fits:
                 raise ValueError(f"{key}={value}: must be {right}")
+        if -1 in vars(mesh).values():
+            # Where the devices are not known yet, at least the rest can be checked.
+            return self.on(self.cpu_devices or abs(mesh.size)).validate()
 
         latent = "routed_expert_hidden_size" if model.routed_expert_hidden_size else "hidden_size"
         batch = ("mesh.data", "mesh.fsdp", "mesh.expert", "train.grad_accum")
@@ -198,6 +242,25 @@ class RunConfig:
             axes = "*".join(f"mesh.{axis}" for axis in vars(mesh))
             raise ValueError(f"cpu_devices={self.cpu_devices}: must be {axes}={mesh.size}, or 0")
 
+    def _processes_ranges(self):
+        count, index, coordinator = dataclasses.astuple(self.processes)
+        if coordinator == "auto":
+            return (
+                ("processes.count", count, count == 1, "left to processes.coordinator=auto"),
+                ("processes.index", index, index == 0, "left to processes.coordinator=auto"),
+                ("cpu_devices", self.cpu_devices, not self.cpu_devices, "0 with processes.coordinator=auto"),
+            )
+        host, _, port = coordinator.rpartition(":")
+        address = "host:port of process 0 (such as localhost:1234), or auto"
+        named = bool(host) and port.isdecimal() and 0 < int(port) < 2**16
+        shared = self.cpu_devices % max(count, 1) == 0
+        return (
+            ("processes.count", count, count >= 1, "at least 1"),
+            ("processes.index", index, 0 <= index < count, f"0 or more and below processes.count={count}"),
+            ("processes.coordinator", coordinator, named or (count == 1 and not coordinator), address),
+            ("cpu_devices", self.cpu_devices, shared, f"a multiple of processes.count={count}"),
+        )
+
 
 def load_config(path: str | Path) -> RunConfig:
     """Runs a configuration file and returns the `config` it defines.
@@ -205,11 +268,36 @@ def load_config(path: str | Path) -> RunConfig:
     Raises `ValueError`, one line, if there is no such file, if it fails (naming its line), and if it defines
     no `config` of type `RunConfig`.
     """
-    path = str(path)
     if not os.path.isfile(path):
         raise ValueError(f"{path}: no such file; --config takes a Python file that defines `config`")
+    return _defined(str(path), "config", RunConfig)
+
+
+def strategy_names() -> list[str]:
+    """The strategies in `configs/strategies`."""
+    return sorted(path.stem for path in STRATEGIES.glob("*.py"))
+
+
+def load_strategy(name: str) -> MeshConfig:
+    """The `mesh` that a strategy defines: one of `strategy_names()`, or a Python file.
+
+    Raises `ValueError`, one line, if there is no such strategy, if its file fails, and if it defines no `mesh`.
+
+    Example:
+        >>> load_strategy("ep_tp").on(8)
+        MeshConfig(data=1, fsdp=1, expert=4, context=1, tensor=2)
+    """
+    path = name if name.endswith(".py") else str(STRATEGIES / f"{name}.py")
+    if not os.path.isfile(path):
+        known = ", ".join(strategy_names())
+        raise ValueError(f"strategy={name}: must be one of {known}, or a Python file that defines `mesh`")
+    return _defined(path, "mesh", MeshConfig)
+
+
+def _defined(path: str, name: str, kind: type) -> Any:
+    """What a Python file defines as `name`, which must be a `kind`."""
     try:
-        config = runpy.run_path(path).get("config")
+        value = runpy.run_path(path).get(name)
     except Exception as error:
         frames = traceback.extract_tb(error.__traceback__)
         lines = [frame.lineno for frame in frames if frame.filename == path]
@@ -217,10 +305,10 @@ def load_config(path: str | Path) -> RunConfig:
             lines = [error.lineno]
         where = f"{path}:{lines[-1]}" if lines else path
         raise ValueError(f"{where}: {type(error).__name__}: {_one_line(error)}") from error
-    if not isinstance(config, RunConfig):
-        found = "nothing" if config is None else f"a {type(config).__name__}"
-        raise ValueError(f"{path}: found {found} as `config`, must be a RunConfig")
-    return config
+    if not isinstance(value, kind):
+        found = "nothing" if value is None else f"a {type(value).__name__}"
+        raise ValueError(f"{path}: found {found} as `{name}`, must be a {kind.__name__}")
+    return value
 
 
 def apply_overrides(config: RunConfig, overrides: Sequence[str]) -> RunConfig:
@@ -228,6 +316,7 @@ def apply_overrides(config: RunConfig, overrides: Sequence[str]) -> RunConfig:
 
     Keys are dotted (`train.steps`, `model.hidden_size`). Values are parsed by tyro as their field's type;
     those of a tuple are separated by commas (`model.kda_layers=1,2,3`, `data.paths=a.txt,b/*.txt`).
+    `strategy=NAME` puts a strategy's mesh in place of the configuration's; `mesh.*`, wherever it stands, changes that.
 
     Raises `ValueError`, one line, for a key that does not exist (with the closest that do), for a value of
     another type, and for what the changed model refuses.
@@ -238,6 +327,9 @@ def apply_overrides(config: RunConfig, overrides: Sequence[str]) -> RunConfig:
     """
     tree: dict[str, Any] = {}
     for key, value in _pairs(overrides):
+        if key == "strategy":
+            config = dataclasses.replace(config, mesh=load_strategy(value))
+            continue
         *groups, name = key.split(".")
         parent, node = config, tree
         for group in groups:
@@ -269,6 +361,8 @@ def print_settings() -> None:
         )
     names = ", ".join(field.name for field in dataclasses.fields(ModelConfig))
     print(textwrap.fill(f"model.KEY=VALUE changes the model: {names}.", width=80))
+    strategies = ", ".join(strategy_names())
+    print(textwrap.fill(f"strategy=NAME sets the mesh: {strategies}, or a Python file that defines `mesh`.", width=80))
 
 
 _TYRO = (tyro.conf.FlagConversionOff,)
@@ -305,7 +399,7 @@ def _keys(config: Any, prefix: str = "") -> list[str]:
 
 
 def _unknown(config: RunConfig, key: str) -> str:
-    keys = _keys(config)
+    keys = [*_keys(config), "strategy"]
     # A forgotten group is the likeliest slip: steps for train.steps.
     close = [k for k in keys if k.endswith(f".{key}")] or difflib.get_close_matches(key, keys)
     hint = f"did you mean {' or '.join(close)}?" if close else "`python -m k3jax train --help` lists them"

@@ -1,6 +1,7 @@
 """The main job: train, resume in a fresh process, evaluate, export, run the export packed, and generate.
 
-`bash launch/quickstart.sh [key=value ...]` runs it; the settings are those of configs/quickstart.py.
+`bash launch/quickstart.sh [key=value ...]` runs it; the settings are those of configs/quickstart.py. With
+`processes.count=2` two processes train, of four devices each; the rest is done by one.
 """
 
 import dataclasses
@@ -12,14 +13,16 @@ from pathlib import Path
 
 from k3jax import run_config, runtime
 
-CONFIG = Path(__file__).resolve().parents[1] / "configs" / "quickstart.py"
+HERE = Path(__file__).resolve().parent
+CONFIG = HERE.parent / "configs" / "quickstart.py"
 PROMPT = "def "
 
 
 def main(overrides: list[str]) -> None:
     started = time.monotonic()
     config = run_config.apply_overrides(run_config.load_config(CONFIG), overrides)
-    config = dataclasses.replace(config, out=unused(config.out))
+    count = config.processes.count
+    config = dataclasses.replace(config, out=unused(config.out), processes=run_config.ProcessesConfig())
     config.validate()
     before_last = (config.train.steps - 1) // config.train.checkpoint_every * config.train.checkpoint_every
     if not before_last:
@@ -27,26 +30,25 @@ def main(overrides: list[str]) -> None:
             f"train.checkpoint_every={config.train.checkpoint_every}: must be below train.steps={config.train.steps}, "
             "for the run to be resumed from before its end"
         )
-    runtime.setup(config.cpu_devices)
     out = Path(config.out)
 
-    say(f"1. Train for {config.train.steps} steps on {config.mesh.size} devices")
-    from k3jax.train import loop
-
-    result = loop.train(config)
+    where = f"{config.mesh.size} devices" + (f" of {count} processes" if count > 1 else "")
+    say(f"1. Train for {config.train.steps} steps on {where}")
+    command = [sys.executable, HERE / "local.py", str(count), "--config", CONFIG, *overrides]
+    subprocess.run([*command, f"--out={out}"], check=True)
+    result = json.loads((out / "result.json").read_text())
 
     say(f"2. Resume from step {before_last} in a fresh process")
     resumed = out / "resumed"
-    command = [sys.executable, "-m", "k3jax", "train", "--config", CONFIG, *overrides]
-    command += [f"--out={resumed}", f"--resume={out / 'checkpoints' / str(before_last)}"]
-    subprocess.run(command, check=True)
-    compared, differing = compare_states(config, result.checkpoint, resumed)
+    subprocess.run([*command, f"--out={resumed}", f"--resume={out / 'checkpoints' / str(before_last)}"], check=True)
+    runtime.setup(config.cpu_devices)
+    compared, differing = compare_states(config, result["checkpoint"], resumed)
 
     say("3. Export in the released layout, and run it with packed experts")
     from k3jax.train.export import export_checkpoint
 
-    export_checkpoint(result.checkpoint, out / "export")
-    logits, unequal = compare_logits(config, result.checkpoint, out / "export")
+    export_checkpoint(result["checkpoint"], out / "export")
+    logits, unequal = compare_logits(config, result["checkpoint"], out / "export")
 
     say("4. Generate with the packed model and the cached decoder")
     text, rate = generate(out / "export")
@@ -55,30 +57,33 @@ def main(overrides: list[str]) -> None:
     rows = [
         ("model", f"{config.model.num_parameters:,} parameters, {config.model.num_active_parameters:,} active a token"),
         ("mesh", ", ".join(f"{axis}={n}" for axis, n in vars(config.mesh).items() if n > 1)),
-        ("training", f"{result.step} steps in {result.seconds:.0f} s, loss {result.train_loss:.3f} nats per byte"),
-        ("held-out", f"{result.held_out_loss:.3f} nats per byte, over {result.eval_bytes:,} bytes"),
-        ("byte bigram", f"{result.bigram_loss:.3f} nats per byte, on the same bytes"),
+        (
+            "training",
+            f"{result['step']} steps in {result['seconds']:.0f} s, loss {result['train_loss']:.3f} nats per byte",
+        ),
+        ("held-out", f"{result['held_out_loss']:.3f} nats per byte, over {result['eval_bytes']:,} bytes"),
+        ("byte bigram", f"{result['bigram_loss']:.3f} nats per byte, on the same bytes"),
         ("resumed", f"from step {before_last}: {differing} of {compared:,} values of the final state differ"),
         ("packed export", f"{unequal} of {logits:,} logits differ from the QAT forward"),
         ("generation", f"{rate:.0f} tokens/s"),
         ("in all", f"{time.monotonic() - started:.0f} s"),
-        ("checkpoint", result.checkpoint),
-        ("numbers, plot", f"{out / 'metrics.jsonl'}, {result.plot}"),
+        ("checkpoint", result["checkpoint"]),
+        ("numbers, plot", f"{out / 'metrics.jsonl'}, {result['plot']}"),
         ("export", out / "export"),
     ]
     say("Done")
     for name, value in rows:
         print(f"  {name:<14} {value}")
-    summary = dataclasses.asdict(result) | {
+    summary = result | {
         "state_values_differing": differing,
         "logits_differing": unequal,
         "generated": text,
         "total_seconds": time.monotonic() - started,
     }
-    (out / "summary.json").write_text(json.dumps(summary, indent=1, default=str))
+    (out / "summary.json").write_text(json.dumps(summary, indent=1))
     if differing or unequal:
         raise ValueError("the resumed state or the packed logits differ, see above; both must be equal")
-    if result.held_out_loss >= result.bigram_loss:
+    if result["held_out_loss"] >= result["bigram_loss"]:
         print("  The model does not beat the bigram: give it more steps (train.steps).")
 
 
@@ -156,4 +161,4 @@ if __name__ == "__main__":
     except ValueError as error:
         sys.exit(f"error: {error}")
     except subprocess.CalledProcessError as error:
-        sys.exit(f"error: the resumed run ended with exit code {error.returncode}")
+        sys.exit(error.returncode)  # it has said why

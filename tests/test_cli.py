@@ -21,7 +21,15 @@ import k3jax.hf
 import k3jax.train
 from k3jax import cli, run_config, runtime
 from k3jax.config import ModelConfig, VisionConfig
-from k3jax.run_config import DataConfig, MeshConfig, RunConfig, TrainConfig, apply_overrides, load_config
+from k3jax.run_config import (
+    DataConfig,
+    MeshConfig,
+    ProcessesConfig,
+    RunConfig,
+    TrainConfig,
+    apply_overrides,
+    load_config,
+)
 
 ROOT = Path(__file__).parents[1]
 MODEL = ModelConfig(
@@ -94,12 +102,13 @@ assert not loaded, loaded
 
 HELP_SAYS = {
     "": ["train", "generate", "convert", "bench", "inspect"],
-    "train": ["--config", "--train.beta1 FLOAT", "Peak learning rate", "--mesh.fsdp INT", "num_experts"],
+    "train": ["--config", "--train.beta1 FLOAT", "Peak learning rate", "--mesh.fsdp INT", "num_experts", "strategy="],
     "generate": ["--prompt", "--experts {packed,dequantized}", "--top-k"],
     "convert": ["export", "import"],
     "convert export": ["SOURCE", "DESTINATION"],
-    "bench": ["kda"],
+    "bench": ["kda", "strategies"],
     "bench kda": ["--tokens INT", "--dtype {float32,bfloat16}", "--long-tokens", "--decode-batch", "--out"],
+    "bench strategies": ["--config STR", "--strategies", "--steps INT", "--out"],
     "inspect": ["PATH"],
 }
 
@@ -156,7 +165,14 @@ def test_train_sets_up_devices_then_trains_the_overridden_config(calls, config_f
     assert cli.main(line.split()) == 0
     mesh = dataclasses.replace(CONFIG.mesh, expert=4, fsdp=1)
     want = dataclasses.replace(CONFIG, train=TrainConfig(steps=50), mesh=mesh, out="r")
-    assert calls == [("setup", (8,), {}), ("train", (want,), {})]
+    assert calls == [("setup", (8, ProcessesConfig()), {}), ("train", (want,), {})]
+
+
+@pytest.mark.parametrize("devices", ["cpu_devices=8", "cpu_devices=0"])  # the tests' own are eight, too
+def test_a_strategy_takes_the_devices_there_are(calls, config_file, devices):
+    assert cli.main(["train", "--config", config_file, "strategy=ep_tp", devices]) == 0
+    _, (_, (config,), _) = calls
+    assert config.mesh == MeshConfig(expert=4, tensor=2)
 
 
 def test_generate_prints_the_pieces_as_one_text(calls, capsys):
@@ -183,7 +199,14 @@ def test_convert_and_inspect(calls, capsys):
 
 @pytest.fixture
 def benchmark(calls, monkeypatch):
-    """Stands in for the measurement: its report, and what is wrong in it."""
+    """Stands in for the measurements: their report, and what is wrong in it."""
+    strategies = types.SimpleNamespace(
+        run=lambda *arguments: calls.append(arguments) or {"heads": 0},
+        text="a table of {heads}".format_map,
+        wrong=lambda report: [],
+    )
+    monkeypatch.setitem(sys.modules, "k3jax.bench.strategies", strategies)
+    monkeypatch.setattr(k3jax.bench, "strategies", strategies, raising=False)
     kda = types.SimpleNamespace(
         run=lambda options: calls.append(options) or {"heads": options.heads},
         text="a table of {heads}".format_map,
@@ -204,6 +227,30 @@ def test_bench_prints_and_writes_without_the_cache(benchmark, calls, capsys, tmp
     assert json.loads(Path(out).read_text()) == {"heads": 3}
     assert not jax.config.jax_enable_compilation_cache
     assert cli.main(["bench", "kda"]) == 0 and [path.name for path in tmp_path.iterdir()] == ["kda.json"]
+
+
+def test_bench_strategies(benchmark, calls, capsys, config_file, tmp_path):
+    out = str(tmp_path / "table.json")
+    line = f"bench strategies --config {config_file} --strategies tp,ep_cp --steps 2 data.seq_len=128 --out {out}"
+    assert cli.main(line.split()) == 0
+    config = dataclasses.replace(CONFIG, data=DataConfig(seq_len=128, batch_size=8))
+    meshes = {"tp": MeshConfig(tensor=-1), "ep_cp": MeshConfig(expert=-1, context=2)}
+    assert calls == [("setup", (8,), {}), (config, meshes, 2)]
+    assert list(calls[1][1]) == ["tp", "ep_cp"] and json.loads(Path(out).read_text()) == {"heads": 0}
+    assert not jax.config.jax_enable_compilation_cache
+    assert cli.main(["bench", "strategies", "--config", config_file]) == 0
+    assert list(calls[3][1]) == run_config.strategy_names() and calls[3][2] == 5
+
+
+def test_bench_strategies_refuses_before_jax_is_set_up(benchmark, calls, capsys, config_file):
+    for rest, says in (
+        (["train.steps=0"], "train.steps=0: must be at least 1"),
+        (["data.seq_lne=3"], "data.seq_lne: no such setting; did you mean data.seq_len"),
+        (["--strategies", "fsdp,x"], "strategy=x: must be one of cp, dp, "),
+        (["processes.count=2", "processes.coordinator=a:1"], "processes.count=2: must be 1 in a benchmark"),
+    ):
+        assert one_error(capsys, "bench", "strategies", "--config", config_file, *rest).startswith(says)
+    assert calls == []
 
 
 def test_bench_ends_with_2_after_its_table_where_a_result_is_wrong(benchmark, capsys, tmp_path):
@@ -230,7 +277,10 @@ def test_bench_ends_with_2_after_its_table_where_a_result_is_wrong(benchmark, ca
         ("generate a --prompt b --experts x", "invalid choice 'x' for argument '--experts'"),
         ("generate a --prompt b --top-p 0", "--top-p 0.0: must be above 0 and at most 1"),
         ("generate a --prompt b --max-tokens 0", "--max-tokens 0: must be at least 1"),
-        ("bench", "Expected one of {kda}."),
+        ("bench", "Expected one of {kda, strategies}."),
+        ("bench strategies --steps 0", "--steps 0: must be at least 1"),
+        ("bench strategies --out none/x.json", "--out none/x.json: must be in a folder that exists, none does not"),
+        ("bench strategies --config none.py", "none.py: no such file"),
         ("bench kda x", "x: unknown argument; `python -m k3jax bench --help` lists them"),
         ("bench kda --tokens x", "Error parsing --tokens: invalid literal for int()"),
         ("bench kda --tokens 100", "--tokens 100: must be a positive multiple of 64"),
@@ -400,11 +450,72 @@ def test_values_are_typed():
         ("model.q_lora_rank=low", "model.q_lora_rank=low: must be an integer or None"),
         ("model.kda_layers=1,x", "model.kda_layers=1,x: must be a tuple of values, each an integer"),
         ("model.num_experts=2", "num_experts_per_token: found 4, must be below num_experts=2"),
+        ("strategey=ep", "strategey: no such setting; did you mean strategy?"),
+        ("strategy=zero", "strategy=zero: must be one of cp, dp, ep, "),
+        ("strategy=", "strategy=: must be one of cp, dp, ep, "),
+        ("strategy=none.py", "or a Python file that defines `mesh`"),
     ],
 )
 def test_override_errors(override, says):
     with pytest.raises(ValueError) as error:
         apply_overrides(CONFIG, [override])
+    assert says in str(error.value) and "\n" not in str(error.value)
+
+
+# ---- strategies --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", run_config.strategy_names())
+def test_every_strategy_explains_itself_and_takes_all_devices(name):
+    text = (run_config.STRATEGIES / f"{name}.py").read_text()
+    assert text.startswith('"""') and "Communicates: " in text and text.count("\n") <= 15
+    mesh = run_config.load_strategy(name)
+    used = {"dp": "data", "fsdp": "fsdp", "ep": "expert", "cp": "context", "tp": "tensor"}
+    assert {axis for axis, size in vars(mesh).items() if size != 1} == {used[part] for part in name.split("_")}
+    assert [mesh.on(devices).size for devices in (8, 64, 1024)] == [8, 64, 1024]
+
+
+def test_a_strategy_replaces_the_mesh_and_its_axes_can_be_changed():
+    for line, mesh in (
+        ("strategy=fsdp", MeshConfig(fsdp=8)),
+        ("strategy=fsdp strategy=ep_cp", MeshConfig(expert=4, context=2)),
+        ("strategy=ep_tp mesh.tensor=4", MeshConfig(expert=2, tensor=4)),
+        ("mesh.tensor=4 --strategy ep_tp", MeshConfig(expert=2, tensor=4)),
+        ("strategy=ep mesh.fsdp=-1 mesh.expert=2", MeshConfig(fsdp=4, expert=2)),
+    ):
+        config = apply_overrides(CONFIG, line.split())
+        config.validate()
+        assert config.on(8) == dataclasses.replace(CONFIG, mesh=mesh)
+    assert CONFIG.on(16) == CONFIG
+    machine = apply_overrides(CONFIG, ["strategy=ep_tp", "cpu_devices=0"])
+    machine.validate()
+    assert machine.on(6).mesh == MeshConfig(expert=3, tensor=2)
+
+
+def test_a_strategy_can_be_a_file(tmp_path):
+    path = tmp_path / "mine.py"
+    path.write_text("from k3jax.run_config import MeshConfig\nmesh = MeshConfig(data=2, expert=-1)\n")
+    assert apply_overrides(CONFIG, [f"strategy={path}"]).on(8).mesh == MeshConfig(data=2, expert=4)
+    wrong = ("mesh = 8", ": found a int as `mesh`, must be a MeshConfig"), ("1 / 0", ":1: ZeroDivisionError")
+    for text, says in wrong:
+        path.write_text(text)
+        with pytest.raises(ValueError, match=re.escape(f"{path}{says}")):
+            apply_overrides(CONFIG, [f"strategy={path}"])
+
+
+@pytest.mark.parametrize(
+    "line, says",
+    [
+        ("strategy=ep_cp_tp cpu_devices=6", "6 devices: must be a multiple of mesh.context*mesh.tensor=4, for mesh.exp"),
+        ("strategy=ep_tp mesh.fsdp=-1", "mesh.fsdp=-1, mesh.expert=-1: only one axis can take what the others leave"),
+        ("strategy=ep mesh.tensor=0", "mesh.tensor=0: must be at least 1, or -1 for what the other axes leave"),
+        ("strategy=tp", "model.num_attention_heads=4: must be a multiple of mesh.tensor=8"),
+        ("strategy=ep_tp cpu_devices=0 model.kda_num_heads=3", "kda_num_heads=3: must be a multiple of mesh.tensor=2"),
+    ],
+)
+def test_strategies_that_do_not_fit(line, says):
+    with pytest.raises(ValueError) as error:
+        apply_overrides(CONFIG, line.split()).validate()
     assert says in str(error.value) and "\n" not in str(error.value)
 
 

@@ -25,8 +25,8 @@ _INSTRUCTION = re.compile(r"\s+(?:ROOT )?%?([\w.-]+) = (.*?) ([a-z][a-z0-9-]*)\(
 _CALLED = re.compile(r"\b(?:to_apply|calls|body|condition|true_computation|false_computation)=%?([\w.-]+)")
 _SEVERAL_CALLED = re.compile(r"\b(?:branch_computations|called_computations)=\{(.*?)\}")
 _TRIPS = re.compile(r'"known_trip_count":\{"n":"(\d+)"\}')
-_IOTA = re.compile(r"replica_groups=\[(\d+),(\d+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?")
-_AXES = re.compile(r"replica_groups=mesh\[([^\]]*)\] \{([^}]*)\}")
+_IOTA = re.compile(r"replica_groups=\[(\d+),(\d+)\]<=(\[[\d,]+\](?:T\([\d,]+\))?)")
+_AXES = re.compile(r"replica_groups=mesh\[([^\]]*)\](?:, device_ids=\((.*?)\))? \{([^}]*)\}")
 _ALL = re.compile(r"replica_groups=\{\}|^(?!.*replica_groups)")
 _LISTED = re.compile(r"(?:replica_groups|source_target_pairs)=\{(\{[\d,{}]*\})\}")
 
@@ -50,8 +50,8 @@ class Collective(NamedTuple):
 def collectives(text: str) -> Counter[Collective]:
     """How often one run of a compiled program executes each collective that leaves the device.
 
-    A loop's body counts as often as the loop runs. Of a conditional, the branch that sends the least counts: what is sent
-    in any case.
+    A loop's body counts as often as the loop runs. Of a conditional, the branch that sends the least counts:
+    what is sent in any case.
 
     Raises:
         ValueError: a loop that communicates and does not say how often it runs.
@@ -144,17 +144,16 @@ def _called(rest: str) -> list[str]:
 def _groups(rest: str, devices: int) -> tuple[tuple[int, ...], ...]:
     """Who communicates with whom, in any of the four ways it is written, here for (0, 2), (1, 3) of four devices.
 
-    {{0,2},{1,3}}; or [2,2]<=[2,2]T(1,0), the numbers 0..3 as 2 x 2, transposed, in 2 groups of 2; or mesh['a'=2,'b'=2] {'a'},
-    along an axis of the mesh; or {}, all.
+    {{0,2},{1,3}}; or [2,2]<=[2,2]T(1,0), the numbers 0..3 as 2 x 2, transposed, in 2 groups of 2; or
+    mesh['a'=2,'b'=2] {'a'}, along an axis of a mesh, whose devices may be told as device_ids=([2,2]T(1,0)); or
+    {}, all.
     """
     if listed := _LISTED.search(rest):
         groups = [group.split(",") for group in re.findall(r"\{([\d,]+)\}", listed[1])]
     elif iota := _IOTA.search(rest):
-        shape = [int(n) for n in iota[3].split(",")]
-        order = [int(n) for n in iota[4].split(",")] if iota[4] else range(len(shape))
-        groups = np.arange(math.prod(shape)).reshape(shape).transpose(order).reshape(int(iota[1]), int(iota[2]))
+        groups = _numbers(iota[3]).reshape(int(iota[1]), int(iota[2]))
     elif along := _AXES.search(rest):
-        groups = _along(along[1], along[2])
+        groups = _along(*along.groups())
     elif _ALL.search(rest):
         groups = [range(devices)]
     else:
@@ -162,8 +161,17 @@ def _groups(rest: str, devices: int) -> tuple[tuple[int, ...], ...]:
     return tuple(tuple(int(device) for device in group) for group in groups)
 
 
-def _along(mesh: str, axes: str) -> np.ndarray:
-    """Groups [groups, devices of one] along axes, or parts of them: of 'a'=8, 'a':(2)4 is the part that varies fastest."""
+def _numbers(written: str) -> np.ndarray:
+    """0, 2, 1, 3 of either 0,2,1,3 or [2,2]T(1,0)."""
+    first, order = ([int(n) for n in re.findall(r"\d+", part)] for part in written.partition("T")[::2])
+    if not written.startswith("["):
+        return np.array(first)
+    numbers = np.arange(math.prod(first)).reshape(first)
+    return numbers.transpose(order or range(len(first))).ravel()
+
+
+def _along(mesh: str, devices: str | None, axes: str) -> np.ndarray:
+    """Groups [groups, devices of one] along axes or parts of them: of 'a'=8, 'a':(2)4 is the part that varies fastest."""
     sizes = {name: int(size) for name, size in re.findall(r"'([^']+)'=(\d+)", mesh)}
     # Every axis as three, of which the one in the middle is split over the group.
     parts, chosen = {name: (size, 1, 1) for name, size in sizes.items()}, []
@@ -172,5 +180,6 @@ def _along(mesh: str, axes: str) -> np.ndarray:
         parts[name] = (outer, size, sizes[name] // (outer * size))
         chosen.append(3 * list(sizes).index(name) + 1)
     shape = [n for part in parts.values() for n in part]
-    ids = np.moveaxis(np.arange(math.prod(shape)).reshape(shape), chosen, range(-len(chosen), 0))
+    ids = np.arange(math.prod(shape)) if devices is None else _numbers(devices)
+    ids = np.moveaxis(ids.reshape(shape), chosen, range(-len(chosen), 0))
     return ids.reshape(-1, math.prod(ids.shape[-len(chosen) :]))

@@ -24,7 +24,8 @@ REFERENCE = "fsdp"  # or, where that is not run, the first
 def run(config: RunConfig, meshes: Mapping[str, MeshConfig], steps: int) -> dict[str, Any]:
     """Times `steps` rounds of training steps of `config` on every mesh; what `text` prints, fit for JSON.
 
-    All start from the same state and see the same batch. Their states are held at the same time, so that rounds take turns.
+    All start from the same state and see the same batch. Their states are held at the same time, so that they
+    take turns.
 
     Example:
         >>> run(config, {"fsdp": MeshConfig(fsdp=-1), "ep": MeshConfig(expert=-1)}, 5)["strategies"]["ep"]["seconds"]
@@ -120,11 +121,7 @@ def text(report: Mapping[str, Any]) -> str:
     rows = report["strategies"]
     kinds = [kind for kind in SENT if any(row.get("sent_bytes", {}).get(kind) for row in rows.values())]
     heading = ("", "mesh", "ms a step", "spread", "compile s", "arguments", "temporary", *kinds, "first loss")
-    crossed = (
-        f"{name}: " + (", ".join(f"{axes} {n / 1e6:.1f}" for axes, n in row["sent_bytes_by_axes"].items()) or "nothing")
-        for name, row in rows.items()
-        if "loss" in row
-    )
+    crossed = (f"{name}: {_crossed(row)}" for name, row in rows.items() if "loss" in row)
     sizes = "{parameters:,} parameters, {tokens} tokens a step in sequences of {seq_len}, {dtype}, {steps} rounds"
     return "\n".join(
         [
@@ -138,6 +135,10 @@ def text(report: Mapping[str, Any]) -> str:
             *crossed,
         ]
     )
+
+
+def _crossed(row: Mapping[str, Any]) -> str:
+    return ", ".join(f"{axes} {n / 1e6:.1f}" for axes, n in row["sent_bytes_by_axes"].items()) or "nothing"
 
 
 def _columns(row: Mapping[str, Any], kinds: list[str]) -> list[str]:

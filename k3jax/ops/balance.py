@@ -9,15 +9,16 @@ from jax import Array, lax
 def plan(counts: Array, ranks: int) -> Array:
     """Tokens of every expert that every rank computes, so that all ranks compute equally many.
 
-    Of E experts, E/R live on each of R ranks, in order. Every rank ends with exactly sum(counts) / R tokens; where that is
-    no whole number, the first sum(counts) mod R ranks compute one more. A rank gets copies of at most E/R experts of
-    others, all of which live on one rank, and as few as do: their largest parts move.
+    Of E experts, E/R live on each of R ranks, in order. Every rank ends with exactly sum(counts) / R tokens; where
+    that is no whole number, the first sum(counts) mod R ranks compute one more. A rank gets copies of at most E/R
+    experts, all of which live on one other rank, the largest first, so that they are few.
 
-    Proof: call a rank short of, at, or over its target. While one is short another is over, because the targets sum to the
-    tokens. A step moves what the shortest rank lacks from the rank that is furthest over: that one holds more than its target,
-    and no target exceeds another by more than one, so it has enough. The short rank is then at its target and never
-    changes again, so a rank receives once, from one rank; the giver was over its target, so it has not received, so what
-    it gives are tokens of its own E/R experts. Each step settles one rank, and the last settles with the one before it.
+    Proof: call a rank short of, at, or over its target. While one is short another is over, because the targets sum
+    to the tokens. A step moves what the shortest rank lacks from the rank that is furthest over: that one holds more
+    than its target, and no target exceeds another by more than one, so it has enough. The short rank is then at its
+    target and never changes again, so a rank receives once, from one rank; the giver was over its target, so it has
+    not received, so what it gives are tokens of its own E/R experts. Each step settles one rank, and the last one
+    settles with its giver.
 
     The exchange of `apply_experts` does not use it yet: every expert computes at its home.
 
@@ -26,7 +27,7 @@ def plan(counts: Array, ranks: int) -> Array:
         ranks: R, which divides E.
 
     Returns:
-        share [E,R] in counts' dtype, >= 0. share[e, r] tokens of expert e are computed on rank r; each row sums to counts.
+        share [E,R] in counts' dtype, >= 0: tokens of expert e that rank r computes. Each row sums to its count.
 
     Raises:
         ValueError: E is not a multiple of R.

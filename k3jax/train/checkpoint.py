@@ -1,7 +1,8 @@
 """Checkpoints of a run: asynchronous saves that are whole or absent, restored bit for bit onto any mesh.
 
 A run folder keeps them under `checkpoints/<step>`. A step is written beside its final name and renamed when
-it is complete, so a save that was killed or ran out of disk never shows up.
+it is complete, so a save that was killed or ran out of disk never shows up. With several processes the folder is
+one that all of them see; each writes and reads what its own devices hold.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax.experimental import multihost_utils
 from jax.sharding import SingleDeviceSharding
 from orbax.checkpoint import v1 as ocp
 
@@ -56,7 +58,8 @@ class Checkpoints:
     """The checkpoints in one folder, of which saving keeps the `keep` newest.
 
     A state is any tree of arrays (PRNG keys as their uint32 key data); `meta` is a JSON object saved with it.
-    Only saving and discarding change the folder. Errors name leaves by their dotted paths.
+    Only saving and discarding change the folder. Errors name leaves by their dotted paths. Of several processes
+    all make the same calls; a save is whole when the last of them has written its part.
 
     Example:
         >>> with Checkpoints("runs/k3/checkpoints", keep=2) as checkpoints:
@@ -144,7 +147,7 @@ class Checkpoints:
     def restore(self, step: int, abstract_state: Any, partial: bool = False) -> tuple[Any, dict[str, Any]]:
         """(state, meta) of `step`, each leaf with the sharding of its `jax.ShapeDtypeStruct`.
 
-        A leaf without a sharding goes to the first device. `partial` leaves what `abstract_state` does not
+        A leaf without a sharding goes to this process' first device. `partial` leaves what `abstract_state` does not
         name unread, e.g. the optimizer's state.
 
         Raises `CheckpointError` naming the first leaf that is missing, extra, or of another shape or dtype.
@@ -152,7 +155,7 @@ class Checkpoints:
         metadata = self._metadata(step)
         path = self.folder / str(step)
         _check(path, _leaves(metadata.metadata), _leaves(abstract_state), partial)
-        device = SingleDeviceSharding(jax.devices()[0])
+        device = SingleDeviceSharding(jax.local_devices()[0])
         placed = jax.tree.map(
             lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding or device),
             abstract_state,
@@ -169,11 +172,13 @@ class Checkpoints:
     def discard_after(self, step: int) -> None:
         """Deletes the checkpoints after `step`: a run that goes back to it will write its own."""
         self.close()
-        for later in self.steps():
-            if later > step:
-                # Renamed first: a deletion that is cut short leaves no half checkpoint under a step's name.
-                doomed = (self.folder / str(later)).rename(self.folder / f"{later}{_TEMPORARY}")
-                shutil.rmtree(doomed)
+        if jax.process_index() == 0:
+            for later in self.steps():
+                if later > step:
+                    # Renamed first: a deletion that is cut short leaves no half checkpoint under a step's name.
+                    doomed = (self.folder / str(later)).rename(self.folder / f"{later}{_TEMPORARY}")
+                    shutil.rmtree(doomed)
+        multihost_utils.sync_global_devices(f"{self.folder}: discarded")  # the others look only now
 
     def _metadata(self, step: int):
         if step not in self.steps():

@@ -204,8 +204,8 @@ class ByteDataset:
         """Passes over the windows completed before `step`."""
         return step * self.batch_size / len(self)
 
-    def batch(self, step: int, rows: slice = slice(None)) -> Batch:
-        """Rows `rows` of training batch `step`, [rows of B, T]: a process asks for no more than its share.
+    def batch(self, step: int, rows: slice | np.ndarray = slice(None)) -> Batch:
+        """Rows `rows` (or their numbers) of training batch `step`, [rows of B, T]: a process asks only for its share.
 
         Sample n = step*B + row is window order_e[n mod W] of epoch e = n div W, over all W = len(self)
         windows: an epoch visits each exactly once, in an order of its own, and batches run on across epochs.
@@ -217,7 +217,7 @@ class ByteDataset:
             windows[epochs == epoch] = self._order_of(int(epoch))[places[epochs == epoch]]
         return self._cut(windows)
 
-    def windows(self, limit: int | None = None, rows: slice = slice(None)) -> Iterator[Batch]:
+    def windows(self, limit: int | None = None, rows: slice | np.ndarray = slice(None)) -> Iterator[Batch]:
         """Batches of all windows in order, or of `limit` spread evenly; the last is filled up with padding.
 
         Over all windows each byte that has a predecessor in its document has weight 1 exactly once. `rows`

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import json
+import os
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -40,6 +43,12 @@ class Result:
     checkpoint: Path
     plot: Path
 
+    def write(self, path: Path) -> None:
+        """Writes the fields as a JSON object."""
+        temporary = path.with_name(path.name + ".tmp")
+        temporary.write_text(json.dumps(dataclasses.asdict(self), indent=1, default=str) + "\n")
+        os.replace(temporary, path)
+
 
 def open_data(config: RunConfig) -> tuple[ByteDataset, ByteDataset]:
     """Train and held-out data of a run."""
@@ -55,8 +64,11 @@ def open_data(config: RunConfig) -> tuple[ByteDataset, ByteDataset]:
 def train(config: RunConfig) -> Result:
     """Runs `config` to its last step, from the beginning or from `config.resume`.
 
-    Writes below `config.out`: `checkpoints/<step>`, `metrics.jsonl`, `training.png`. The state after a step depends on the
-    configuration and the step alone, so a resumed run ends with the bits of an uninterrupted one.
+    Writes below `config.out`: `checkpoints/<step>`, `metrics.jsonl`, `training.png`, `result.json`. The state after a step
+    depends on the configuration and the step alone, so a resumed run ends with the bits of an uninterrupted one.
+
+    Several processes (`runtime.setup`) each read their own rows of the batch and write their own part of the checkpoints;
+    `config.out` must be one folder that all of them see. Process 0 writes the rest.
 
     Raises:
         ValueError: a configuration that does not fit, no data, a checkpoint of another model.
@@ -65,7 +77,11 @@ def train(config: RunConfig) -> Result:
     config.validate()
     training_data, held_out = open_data(config)
     mesh = make_mesh(**dataclasses.asdict(config.mesh))
+    if jax.process_count() > 1 and mesh.size < jax.device_count():
+        raise ValueError(f"mesh: found {mesh.size} devices; several processes must use all their {jax.device_count()}")
     out, last = Path(config.out), config.train.steps
+    speaks = jax.process_index() == 0
+    rows = training.process_rows(config.data.batch_size, mesh)
     started = time.monotonic()
     with jax.set_mesh(mesh):
         state, shardings = _first_state(config, mesh)
@@ -75,10 +91,11 @@ def train(config: RunConfig) -> Result:
         step_fn = training.make_train_step(config, shardings)
         with Checkpoints(out / "checkpoints", config.train.keep_checkpoints) as checkpoints:
             checkpoints.discard_after(first)
-            with RunLog(out, last, first) as log:
+            with RunLog(out, last, first) if speaks else contextlib.nullcontext() as log:
                 watch = _Watch(log, checkpoints)
                 for number in range(first + 1, last + 1):
-                    batch = training.shard_batch(training_data.batch(number - 1), mesh)
+                    batch = training_data.batch(number - 1, rows)
+                    batch = training.shard_batch(batch, mesh, config.data.batch_size)
                     state, metrics = step_fn(state, batch)
                     watch.add(number, metrics)
                     saves = number % config.train.checkpoint_every == 0 or number == last
@@ -88,18 +105,22 @@ def train(config: RunConfig) -> Result:
                         checkpoints.save(number, state, describe(config))
             held_out_loss, eval_bytes = evaluate(config, state, held_out, mesh)
         bigram = bigram_nats(training_data, held_out, config.train.eval_windows)
-        plot = out / "training.png"
-        log.plot(plot, title=f"{config.model.num_parameters / 1e6:.1f} M parameters", bigram_loss=bigram)
+    plot, checkpoint = out / "training.png", out / "checkpoints" / str(last)
     seconds = time.monotonic() - started
-    return Result(
-        last, watch.loss, held_out_loss, bigram, eval_bytes, seconds, out / "checkpoints" / str(last), plot
-    )
+    result = Result(last, watch.loss, held_out_loss, bigram, eval_bytes, seconds, checkpoint, plot)
+    if speaks:
+        log.plot(plot, title=f"{config.model.num_parameters / 1e6:.1f} M parameters", bigram_loss=bigram)
+        result.write(out / "result.json")
+    return result
 
 
 class _Watch:
-    """Collects the steps' metrics on the device and reads them in one go, so that steps run ahead of the log."""
+    """Collects the steps' metrics on the device and reads them in one go, so that steps run ahead of the log.
 
-    def __init__(self, log: RunLog, checkpoints: Checkpoints):
+    All processes watch, so that all stop at the same step; only the one with a `log` tells.
+    """
+
+    def __init__(self, log: RunLog | None, checkpoints: Checkpoints):
         self.log, self.checkpoints = log, checkpoints
         self.pending: list[tuple[int, dict]] = []
         self.since = time.monotonic()
@@ -123,13 +144,14 @@ class _Watch:
         tokens = sum(int(metrics["tokens"]) for _, metrics in steps)
         number, metrics = steps[-1]
         self.loss = float(np.mean([metrics["loss"] for _, metrics in steps]))
-        self.log.write(
-            number,
-            loss=self.loss,
-            tokens_per_second=tokens / (now - self.since),
-            gradient_norm=float(metrics["grad_norm"]),
-            expert_load=float(np.mean([metrics["expert_load"] for _, metrics in steps])),
-        )
+        if self.log is not None:
+            self.log.write(
+                number,
+                loss=self.loss,
+                tokens_per_second=tokens / (now - self.since),
+                gradient_norm=float(metrics["grad_norm"]),
+                expert_load=float(np.mean([metrics["expert_load"] for _, metrics in steps])),
+            )
         self.since = now
 
 
@@ -170,8 +192,10 @@ def evaluate(config: RunConfig, state: training.TrainState, held_out: ByteDatase
         one = jnp.ones((), jnp.float32)
         return training.batch_loss(model, state.params, state.router, batch, one)[0], jnp.sum(batch["weights"])
 
+    rows = training.process_rows(held_out.batch_size, mesh)
     sums = [
-        losses(state, training.shard_batch(batch, mesh)) for batch in held_out.windows(config.train.eval_windows)
+        losses(state, training.shard_batch(batch, mesh, held_out.batch_size))
+        for batch in held_out.windows(config.train.eval_windows, rows)
     ]
     loss, count = np.sum(jax.device_get(sums), axis=0, dtype=np.float64)
     return float(loss / count), int(count)

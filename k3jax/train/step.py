@@ -8,8 +8,10 @@ import flax
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from jax import Array, lax
+from jax.sharding import NamedSharding
 
 from k3jax.nn.model import K3, init_variables
 from k3jax.nn.moe import RouterStats
@@ -150,9 +152,21 @@ def worst_load(stats) -> Array:
     return jnp.max(jnp.stack(ratios)) if ratios else jnp.ones(())
 
 
-def shard_batch(batch: dict, mesh) -> dict[str, Array]:
-    """Host arrays [B,T] to the mesh, rows over the batch axes."""
-    return {
-        name: jax.device_put(x, jax.sharding.NamedSharding(mesh, spec(("batch", None), x.shape, mesh)))
-        for name, x in batch.items()
-    }
+def process_rows(count: int, mesh) -> np.ndarray:
+    """Which of the `count` rows of a batch this process' devices hold, ascending: what it has to read."""
+    places = NamedSharding(mesh, spec(("batch",), (count,), mesh)).addressable_devices_indices_map((count,))
+    return np.unique(np.concatenate([np.arange(count)[rows] for (rows,) in places.values()]))
+
+
+def shard_batch(batch: dict, mesh, count: int | None = None) -> dict[str, Array]:
+    """Host arrays to the mesh, rows over the batch axes: whole [B,T], or with `count` = B those of `process_rows`."""
+    total = len(next(iter(batch.values()))) if count is None else count
+    rows = np.arange(total) if count is None else process_rows(total, mesh)
+
+    def place(x):
+        shape = (total, *x.shape[1:])
+        sharding = NamedSharding(mesh, spec(("batch", None), shape, mesh))
+        part = lambda index: x[np.searchsorted(rows, np.arange(total)[index[0]])]  # noqa: E731
+        return jax.make_array_from_callback(shape, sharding, part)
+
+    return {name: place(x) for name, x in batch.items()}

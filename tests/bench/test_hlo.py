@@ -29,6 +29,9 @@ def repeat(step, times):
     return lambda x: lax.scan(lambda x, _: (jnp.sin(step(x)), None), x, length=times)[0]
 
 
+NESTED = repeat(lambda x: gather(repeat(lambda x: lax.psum(x, "data"), 4)(x)), 3)
+
+
 def sent(text):
     return {kind: n for kind, n in sent_by_kind(text).items() if n}
 
@@ -44,7 +47,7 @@ def sent(text):
         (lambda x: lax.all_to_all(x.reshape(4, 3), ("data", "expert"), 0, 0, tiled=True).ravel(), {"all-to-all": 36}),
         (lambda x: lax.ppermute(x, "expert", [(0, 1)]), {"collective-permute": 48}),
         (repeat(gather, 5), {"all-gather": 5 * 48}),
-        (repeat(lambda x: gather(repeat(lambda x: lax.psum(x, "data"), 4)(x)), 3), {"all-gather": 3 * 48, "all-reduce": 12 * 48}),
+        (NESTED, {"all-gather": 3 * 48, "all-reduce": 3 * 4 * 48}),
         (lambda x: lax.cond(x[0] > 0, repeat(gather, 7), gather, x), {"all-gather": 48}),
         (lambda x: lax.cond(x[0] > 0, gather, lambda x: x, x), {}),
     ],
@@ -123,11 +126,14 @@ def test_text_of_other_backends():
     [
         ("{{0,2},{1,3}}", [(0, 2), (1, 3)]),
         ("[2,2]<=[4]", [(0, 1), (2, 3)]),
+        ("[2,2]<=[2,2]", [(0, 1), (2, 3)]),
         ("[2,2]<=[2,2]T(1,0)", [(0, 2), (1, 3)]),
         ("mesh['a'=2,'b'=1,'c'=2] {'c'}", [(0, 1), (2, 3)]),
         ("mesh['a'=2,'b'=1,'c'=2] {'a','b'}", [(0, 2), (1, 3)]),
         ("mesh['a'=2,'c'=2] {'c','a'}", [(0, 2, 1, 3)]),
         ("mesh['a'=8] {'a':(2)2}", [(0, 2), (1, 3), (4, 6), (5, 7)]),
+        ("mesh['a'=2,'b'=2], device_ids=([2,2]T(1,0)) {'a'}", [(0, 1), (2, 3)]),
+        ("mesh['a'=2,'b'=2], device_ids=(0,3,1,2) {'a'}", [(0, 1), (3, 2)]),
         ("{}", [(0, 1, 2, 3)]),
     ],
 )
