@@ -24,6 +24,8 @@ def main(overrides: list[str]) -> None:
     count = config.processes.count
     config = dataclasses.replace(config, out=unused(config.out), processes=run_config.ProcessesConfig())
     config.validate()
+    if config.cpu_devices:
+        config = config.on(config.cpu_devices)
     before_last = (config.train.steps - 1) // config.train.checkpoint_every * config.train.checkpoint_every
     if not before_last:
         raise ValueError(

@@ -8,6 +8,7 @@ one that all of them see; each writes and reads what its own devices hold.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import logging
 import os
 import re
@@ -17,19 +18,29 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.experimental import multihost_utils
 from jax.sharding import SingleDeviceSharding
+from orbax.checkpoint import multihost
 from orbax.checkpoint import v1 as ocp
 
 # Orbax logs the traceback of a failed save from each of its threads; here the failure is raised, as one line.
 logging.getLogger("absl").addFilter(lambda record: f"{os.sep}orbax{os.sep}" not in record.pathname)
 
 _TEMPORARY = ".orbax-checkpoint-tmp"  # suffix of a step that is not whole
+_LATE_MS = 3_600_000  # a process that died is noticed by its heartbeat; one that compiles for long is waited for
+_meetings = itertools.count()
 _COMMITTED = ("_CHECKPOINT_METADATA", "commit_success.txt")  # what a whole step holds besides its arrays
 
 
 class CheckpointError(ValueError):
     """A checkpoint that cannot be found, read or written, or that does not fit; one line."""
+
+
+def meet(what: str) -> None:
+    """Returns when all processes have called it; all make the same calls in the same order.
+
+    Needs no collective: on CPU, those give up after 30 s if a process is that late.
+    """
+    multihost.get_barrier_sync_fn()(key=f"k3jax {next(_meetings)} {what}", timeout_ms=_LATE_MS)
 
 
 def resolve(path: str | Path) -> tuple[Path, int]:
@@ -178,7 +189,7 @@ class Checkpoints:
                     # Renamed first: a deletion that is cut short leaves no half checkpoint under a step's name.
                     doomed = (self.folder / str(later)).rename(self.folder / f"{later}{_TEMPORARY}")
                     shutil.rmtree(doomed)
-        multihost_utils.sync_global_devices(f"{self.folder}: discarded")  # the others look only now
+        meet("discarded")  # the other processes look only now
 
     def _metadata(self, step: int):
         if step not in self.steps():

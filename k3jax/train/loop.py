@@ -21,7 +21,7 @@ from k3jax.nn.model import K3, init_variables
 from k3jax.run_config import RunConfig
 from k3jax.sharding import make_mesh
 from k3jax.train import step as training
-from k3jax.train.checkpoint import Checkpoints, resolve
+from k3jax.train.checkpoint import Checkpoints, meet, resolve
 from k3jax.train.data import ByteDataset, bigram_nats, find_text, split_files
 from k3jax.train.log import RunLog
 
@@ -96,6 +96,8 @@ def train(config: RunConfig) -> Result:
                 for number in range(first + 1, last + 1):
                     batch = training_data.batch(number - 1, rows)
                     batch = training.shard_batch(batch, mesh, config.data.batch_size)
+                    if number == first + 1:
+                        step_fn = _program(step_fn, state, batch)
                     state, metrics = step_fn(state, batch)
                     watch.add(number, metrics)
                     saves = number % config.train.checkpoint_every == 0 or number == last
@@ -175,6 +177,13 @@ def _first_state(config: RunConfig, mesh):
     return fresh.replace(**weights), shardings
 
 
+def _program(jitted, *arguments):
+    """The compiled program, when all processes have it: a collective on CPU does not wait long for one that compiles."""
+    program = jitted.lower(*arguments).compile()
+    meet("compiled")
+    return program
+
+
 def describe(config: RunConfig, kind: str = "run") -> dict[str, Any]:
     """What is written beside the arrays: the model, and for a run everything else that made it."""
     meta = {"kind": kind, "model": config.model.to_hf(), "jax": jax.__version__}
@@ -192,11 +201,12 @@ def evaluate(config: RunConfig, state: training.TrainState, held_out: ByteDatase
         one = jnp.ones((), jnp.float32)
         return training.batch_loss(model, state.params, state.router, batch, one)[0], jnp.sum(batch["weights"])
 
-    rows = training.process_rows(held_out.batch_size, mesh)
-    sums = [
-        losses(state, training.shard_batch(batch, mesh, held_out.batch_size))
-        for batch in held_out.windows(config.train.eval_windows, rows)
-    ]
+    rows, sums = training.process_rows(held_out.batch_size, mesh), []
+    for batch in held_out.windows(config.train.eval_windows, rows):
+        batch = training.shard_batch(batch, mesh, held_out.batch_size)
+        if not sums:
+            losses = _program(losses, state, batch)
+        sums.append(losses(state, batch))
     loss, count = np.sum(jax.device_get(sums), axis=0, dtype=np.float64)
     return float(loss / count), int(count)
 
