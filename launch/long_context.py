@@ -1,6 +1,6 @@
 """Prefills 1,048,576 tokens through a small KDA + MLA + KDA model, chunk by chunk, in bounded memory.
 
-`bash launch/long_context.sh [--tokens N] [--chunk N]` runs it: about six minutes on 2 CPU cores, nearly all of it the
+`bash launch/long_context.sh [--tokens N] [--chunk N]` runs it: some 13 minutes of CPU time, nearly all of it the
 5.5e11 scores of the one attention head.
 """
 
@@ -44,7 +44,7 @@ MODEL = ModelConfig(
     initializer_range=0.125,  # hidden_size^-0.5: every part has a say in the logits
 )
 LATENT_BYTES = 4 * (MODEL.kv_lora_rank + MODEL.qk_rope_head_dim)  # a token, in float32
-BOUND = 1e-4  # on relative differences; rounding gives some 1e-5, a forgotten convolution tail or state about 1
+BOUND = 1e-4  # on relative differences; rounding gives some 1e-5, a forgotten state about 1
 
 
 def main(tokens: int = 1 << 20, chunk: int = 4096) -> dict:
