@@ -95,7 +95,7 @@ def run(options: BenchKda) -> dict[str, Any]:
 
     Example:
         >>> run(BenchKda())["implementations"]["chunked"]["forward + backward"]["seconds"]
-        0.081
+        0.055
     """
 
     def sizes(T):
