@@ -108,6 +108,8 @@ class TrainConfig:
     """Parts the batch is computed in, one after the other."""
     qat: bool = True
     """Quantisation-aware training: MXFP4 expert weights, MXFP8 expert inputs."""
+    capacity_drop: bool = False
+    """Drop what exceeds a balanced load's room in the experts' exchange; `dropped` in the metrics counts it."""
     quantile_balancing: bool = True
     """Update the router bias by Quantile Balancing."""
     remat: bool = True

@@ -5,6 +5,7 @@ from functools import cache
 from pathlib import Path
 
 import chex
+import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -12,6 +13,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import k3jax
+from k3jax.nn.model import init_variables
 from k3jax.run_config import DataConfig, MeshConfig, RunConfig, TrainConfig
 from k3jax.train import step as training
 
@@ -149,6 +151,20 @@ def test_overflowing_experts_lose_nothing():
     gradient = moments["segment_1"]["layer_0"]["block_sparse_moe"]["experts"]["w1"]
     used = np.any(gradient != 0, axis=(0, 2, 3))
     np.testing.assert_array_equal(used, np.arange(16) >= 12)
+
+
+@pytest.mark.parametrize("capacity_drop, lost", [(True, 4 * (256 - 88)), (False, 0)])
+def test_what_capacity_drops_is_counted(capacity_drop, lost):
+    """Each of four devices has 256 pairs for the experts of the first; a round takes 64 and three sigma, 88."""
+    model = k3jax.K3(MODEL, capacity_drop=capacity_drop)
+    with jax.set_mesh(k3jax.make_mesh(expert=4)):
+        variables = nn.unbox(jax.jit(lambda: init_variables(model, jax.random.key(0)))())
+        tilt = 10 * (jnp.arange(16) < 4).astype(jnp.float32)
+        variables["router"] = jax.tree.map(lambda x: x + tilt[None], variables["router"])
+        router = jax.jit(lambda v, x: model.apply(v, x).router)(variables, jnp.asarray(batch()["tokens"]))
+    layers = training.router_stats(router)
+    assert [x.dropped.tolist() for x in layers] == [[lost, lost]]
+    assert [x.load.tolist() for x in layers] == [[[256] * 4 + [0] * 12] * 2]
 
 
 def test_parameters_lie_where_the_table_says():

@@ -54,7 +54,7 @@ def collectives(text: str) -> Counter[Collective]:
     what is sent in any case.
 
     Raises:
-        ValueError: a loop that communicates and does not say how often it runs.
+        ValueError: a loop that runs in any case, communicates and does not say how often it runs.
 
     Example:
         >>> collectives(jax.jit(step).lower(state, batch).compile().as_text())
@@ -64,7 +64,8 @@ def collectives(text: str) -> Counter[Collective]:
     devices = math.prod(int(n) for n in re.findall(r"(?:num_partitions|replica_count)=(\d+)", text.split("\n", 1)[0]))
 
     @cache
-    def executed(name: str) -> Counter[Collective]:
+    def executed(name: str) -> Counter[Collective] | str:
+        """Or which loop does not tell."""
         total, sizes = Counter(), {}
         for result, shape, kind, rest in computations[name]:
             sizes[result] = _bytes(shape)
@@ -76,16 +77,22 @@ def collectives(text: str) -> Counter[Collective]:
                     total[Collective(kind, sent, groups)] += 1
             called = [executed(inner) for inner in _called(rest)]
             if kind == "conditional":
-                called = [min(called, key=sent_bytes)]
+                told = [branch for branch in called if not isinstance(branch, str)]
+                called = [min(told, key=sent_bytes)] if told else called
+            if unknown := [branch for branch in called if isinstance(branch, str)]:
+                return unknown[0]
             inside = sum(called, Counter())
             trips = _TRIPS.search(rest) if kind == "while" else None
             if kind == "while" and inside and not trips:
-                raise ValueError(f"{result}: a loop that communicates and does not say how often it runs")
+                return result
             for collective, times in inside.items():
                 total[collective] += times * (int(trips[1]) if trips else 1)
         return total
 
-    return executed(entry)
+    total = executed(entry)
+    if isinstance(total, str):
+        raise ValueError(f"{total}: a loop that communicates and does not say how often it runs")
+    return total
 
 
 def sent_bytes(executed: Counter[Collective]) -> int:

@@ -27,6 +27,8 @@ class Policy(NamedTuple):
             weight rounded to the bfloat16 it is released in, both straight-through) or "packed" (MXFP4 in memory).
         mxfp8_inputs: what meets an expert's weights passes through MXFP8.
         kda_impl: `impl` of `k3jax.ops.kda`.
+        expert_impl: `impl` of `k3jax.ops.experts.apply_experts`.
+        capacity_drop: experts leave out what exceeds the first round's room; `RouterStats.dropped` counts it.
     """
 
     dtype: Any = jnp.float32
@@ -34,6 +36,8 @@ class Policy(NamedTuple):
     experts: str = "dequantized"
     mxfp8_inputs: bool = False
     kda_impl: str = "auto"
+    expert_impl: str = "auto"
+    capacity_drop: bool = False
 
 
 def declare(module: nn.Module, name: str, init, shape, axes, dtype) -> Array:

@@ -113,7 +113,8 @@ class K3(nn.Module):
     """A Kimi K3 or Kimi-Linear text model.
 
     Attributes:
-        cfg: the model. dtype, param_dtype, experts, mxfp8_inputs, kda_impl: see `Policy`.
+        cfg: the model.
+        dtype, param_dtype, experts, mxfp8_inputs, kda_impl, expert_impl, capacity_drop: see `Policy`.
         remat: keep only what flows between units for the backward pass and recompute the rest.
 
     Example:
@@ -128,13 +129,15 @@ class K3(nn.Module):
     experts: str = "dequantized"
     mxfp8_inputs: bool = False
     kda_impl: str = "auto"
+    expert_impl: str = "auto"
+    capacity_drop: bool = False
     remat: bool = False
 
     def setup(self):
         cfg = self.cfg
         if self.experts not in ("dequantized", "qat", "packed"):
             raise ValueError(f"experts: found {self.experts!r}, must be 'dequantized', 'qat' or 'packed'")
-        self.policy = Policy(self.dtype, self.param_dtype, self.experts, self.mxfp8_inputs, self.kda_impl)
+        self.policy = Policy(*(getattr(self, name) for name in Policy._fields))
         D, std = cfg.hidden_size, cfg.initializer_range
         self.embed_tokens = weight(self, "embed_tokens", (cfg.vocab_size, D), ("vocab", "embed"), std)
         for s, segment in enumerate(cfg.segments):

@@ -13,7 +13,7 @@ from jax import Array, lax
 from k3jax.config import MX_BLOCK, ModelConfig
 from k3jax.nn.layers import DenseFFN, Policy, activation, declare, rms_norm, weight
 from k3jax.ops import mx
-from k3jax.ops.experts import apply_experts, expert_ffn
+from k3jax.ops.experts import Unit, apply_experts
 from k3jax.ops.kda import accumulator
 from k3jax.ops.router import expert_load, quantile_histogram, route
 from k3jax.sharding import constrain, mesh_axes, on_shards
@@ -21,11 +21,13 @@ from k3jax.sharding import constrain, mesh_axes, on_shards
 
 @flax.struct.dataclass
 class RouterStats:
-    """What one forward pass tells of a router: `load` int32 [E], tokens each expert got, and `histogram` int32
-    [E,1000] for Quantile Balancing. Global over the mesh; padding is not counted."""
+    """What one forward pass tells of a router: `load` int32 [E], tokens each expert was chosen by, `histogram` int32
+    [E,1000] for Quantile Balancing, and `dropped` int32, how many (token, expert) pairs were left out (0 unless
+    `capacity_drop`). Global over the mesh; padding is not counted."""
 
     load: Array
     histogram: Array
+    dropped: Array
 
 
 class RoutedExperts(nn.Module):
@@ -94,11 +96,11 @@ def _routed(cfg, policy, x, z, valid, gate, bias, experts, seq):
     """The routed part on every device's own tokens: route, exchange, expert products, exchange back."""
     body = partial(_routed_local, cfg, policy, mesh_axes("experts"), mesh_axes("batch") + mesh_axes(seq))
     tokens = ("batch", seq)
-    in_axes = [tokens, tokens, tokens, (), ()] + [("experts",)] * 3
-    return on_shards(body, in_axes, [tokens, ()])(x, z, valid, gate, bias, *experts)
+    in_axes = [tokens, tokens, tokens, (), (), ("experts",)]
+    return on_shards(body, in_axes, [tokens, ()])(x, z, valid, gate, bias, experts)
 
 
-def _routed_local(cfg, policy, expert_axes, token_axes, x, z, valid, gate, bias, w1, w3, w2):
+def _routed_local(cfg, policy, expert_axes, token_axes, x, z, valid, gate, bias, experts):
     B, T, D = x.shape
     wide = accumulator(policy.dtype)
     flat = valid.reshape(-1)
@@ -114,21 +116,23 @@ def _routed_local(cfg, policy, expert_axes, token_axes, x, z, valid, gate, bias,
         renormalize=cfg.moe_renormalize,
         scaling=cfg.routed_scaling_factor,
     )
-    stats = RouterStats(
-        expert_load(routing.indices, cfg.num_experts, flat),
-        quantile_histogram(lax.stop_gradient(scores), routing.cutoff, bias, flat),
-    )
-    if token_axes:
-        stats = lax.psum(stats, token_axes)
-    ffn = partial(expert_ffn, w1=w1, w3=w3, w2=w2, act=activation(cfg), mxfp8_inputs=policy.mxfp8_inputs)
-    y = apply_experts(
+    y, dropped = apply_experts(
         z.reshape(B * T, -1),
         routing.weights,
         routing.indices,
         flat,
-        ffn,
-        cfg.num_experts,
+        experts,
+        Unit(activation(cfg), policy.mxfp8_inputs),
         expert_axes,
         tuple(dict.fromkeys(token_axes + expert_axes)),
+        policy.expert_impl,
+        policy.capacity_drop,
     )
+    stats = RouterStats(
+        expert_load(routing.indices, cfg.num_experts, flat),
+        quantile_histogram(lax.stop_gradient(scores), routing.cutoff, bias, flat),
+        dropped,
+    )
+    if token_axes:
+        stats = lax.psum(stats, token_axes)
     return y.reshape(B, T, -1), stats

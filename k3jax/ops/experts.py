@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable
+from functools import partial
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-from k3jax.ops import mx
+from k3jax.ops import exchange, grouped, mx
 from k3jax.ops.kda import accumulator
 
-# Room for an expert in one round: a balanced load's spread (2 sigma of random routing) and a quarter more.
-CAPACITY_FACTOR, CAPACITY_SIGMAS = 1.25, 2.0
+IMPLS = ("auto", "fixed", "ragged")
+Experts = tuple[Array, Array, Array]  # w1 (gate), w3 (up) [E,F,L], w2 (down) [E,L,F]
 
 
 class Activation(NamedTuple):
@@ -39,29 +38,35 @@ class Activation(NamedTuple):
         return (g * u).astype(gate.dtype)
 
 
-def expert_ffn(x: Array, w1: Array, w3: Array, w2: Array, act: Activation, mxfp8_inputs: bool = False) -> Array:
-    """w2 act(w1 x, w3 x) of every expert on its own rows.
+class Unit(NamedTuple):
+    """From an expert's gate and up products to what meets w2: the activation, and with `mxfp8` its rounding."""
 
-    Args:
-        x: [E,C,L]. w1 (gate), w3 (up): [E,F,L]. w2 (down): [E,L,F].
-        mxfp8_inputs: the activations that meet w2 pass through MXFP8 (those that meet w1 and w3 are the caller's).
+    act: Activation
+    mxfp8: bool = False
 
-    Returns:
-        [E,C,L] in x's dtype.
-    """
-    h = act(jnp.einsum("ecl,efl->ecf", x, w1), jnp.einsum("ecl,efl->ecf", x, w3))
-    if mxfp8_inputs:
-        h = mx.fake_quant(h, "mxfp8")
-    return jnp.einsum("ecf,elf->ecl", h, w2)
+    def __call__(self, gate: Array, up: Array) -> Array:
+        h = self.act(gate, up)
+        return mx.fake_quant(h, "mxfp8") if self.mxfp8 else h
 
 
-def experts_reference(x, weights, indices, w1, w3, w2, act, mxfp8_inputs=False):
+def experts_reference(x: Array, weights: Array, indices: Array, experts: Experts, unit: Unit) -> Array:
     """Every expert on every token, then the weighted sum of the selected: E/k times the work. x [n,L]."""
-    E = w1.shape[0]
-    every = expert_ffn(jnp.broadcast_to(x[None], (E, *x.shape)), w1, w3, w2, act, mxfp8_inputs)
-    chosen = indices[:, :, None] == jnp.arange(E, dtype=indices.dtype)[None, None, :]
+    w1, w3, w2 = experts
+    hidden = unit(jnp.einsum("nl,efl->enf", x, w1), jnp.einsum("nl,efl->enf", x, w3))
+    every = jnp.einsum("enf,elf->enl", hidden, w2)
+    chosen = indices[:, :, None] == jnp.arange(w1.shape[0], dtype=indices.dtype)[None, None, :]
     combine = jnp.sum(jnp.where(chosen, weights[:, :, None], 0), axis=1)
     return jnp.einsum("ne,enl->nl", combine.astype(x.dtype), every)
+
+
+def fastest(backend: str, version: tuple[int, ...] = jax.__version_info__) -> str:
+    """What `impl="auto"` takes on a backend: the one place that decides.
+
+    CPUs have no `ragged_all_to_all`, and their `ragged_dot` multiplies every row with every expert. Before JAX 0.12 the
+    gradient of `ragged_dot` costs TPUs 15 times its products (by a compiled program's own count). That the ragged form
+    is faster elsewhere is reasoned, not measured: it sends no empty rows.
+    """
+    return "fixed" if backend == "cpu" or (backend == "tpu" and version < (0, 12)) else "ragged"
 
 
 def apply_experts(
@@ -69,71 +74,84 @@ def apply_experts(
     weights: Array,
     indices: Array,
     valid: Array,
-    ffn: Callable[[Array], Array],
-    num_experts: int,
+    experts: Experts,
+    unit: Unit,
     axes: tuple[str, ...] = (),
     all_axes: tuple[str, ...] = (),
-) -> Array:
-    """y_i = sum_j weights_ij ffn_{indices_ij}(x_i), every token on every selected expert whatever the imbalance.
+    impl: str = "auto",
+    drop: bool = False,
+) -> tuple[Array, Array]:
+    """y_i = sum_j weights_ij E_{indices_ij}(x_i), E_e(x) = w2_e unit(w1_e x, w3_e x), whatever the imbalance.
 
-    Rows go to a buffer of fixed capacity an expert, are exchanged over the devices that share the experts, and come
-    back the same way. Rows beyond the capacity go in further rounds, which cost nothing when nobody needs them.
+    Rows go to the devices that hold their experts and come back, in a round that fits a balanced load. Whatever is
+    beyond goes in further rounds, which cost nothing when nobody needs them.
 
     Args:
         x: this device's tokens [n,L]. weights, indices: [n,k]. valid: [n] bool; tokens that are not there get zeros.
-        ffn: maps [E/R, rows, L] to the same shape, on this device's experts.
+        experts: this device's part of all E experts.
         axes: mesh axes over which the experts are split in R parts (inside `shard_map`); none on one device.
         all_axes: every mesh axis of more than one device, so that all agree on the number of rounds.
+        impl: "fixed" (`all_to_all` of fixed sizes, products in blocks), "ragged" (`ragged_all_to_all`, `ragged_dot`),
+            or "auto".
+        drop: leave out what is beyond the first round. On one device there are no rounds, and nothing is left out.
 
     Returns:
-        y [n,L] in x's dtype.
+        y [n,L] in x's dtype, and the number of (token, expert) pairs of this device that were left out, int32.
+
+    Example:
+        >>> y, dropped = apply_experts(x, weights, indices, jnp.ones(n, bool), (w1, w3, w2), Unit(Activation("situ")))
     """
-    (n, L), k, E = x.shape, indices.shape[1], num_experts
+    if impl == "auto":
+        impl = fastest(jax.default_backend())
+    if impl not in IMPLS:
+        raise ValueError(f"impl: found {impl!r}, must be one of {', '.join(IMPLS)}")
+    local = partial(grouped.blocks if impl == "fixed" else grouped.ragged_dots, unit)
     ways = lax.axis_size(axes) if axes else 1
-    balanced = n * k / E
-    capacity = min(n, 8 * math.ceil((CAPACITY_FACTOR * balanced + CAPACITY_SIGMAS * balanced**0.5) / 8))
+    pairs = grouped.sort_pairs(indices, valid, ways * experts[0].shape[0])
+    none = jnp.zeros((), jnp.int32)
+    if ways == 1:
+        return local(x, weights, experts, pairs), none
 
-    # Place of every (token, choice) among the rows of its expert, in order of token.
-    expert = jnp.where(valid[:, None], indices, E).astype(jnp.int32).reshape(-1)
-    order = jnp.argsort(expert, stable=True)
-    counts = jnp.zeros(E, jnp.int32).at[expert].add(1, mode="drop")
-    first = jnp.cumsum(counts) - counts
-    by_expert = expert[order]
-    ranks = jnp.arange(n * k, dtype=jnp.int32) - first[jnp.minimum(by_expert, E - 1)]
-    place = jnp.zeros(n * k, jnp.int32).at[order].set(ranks)
-    source = (order // k).astype(jnp.int32)
+    form = exchange.fixed if impl == "fixed" else exchange.ragged
+    run, first, further, most, needed, dropped = form(local, axes, *indices.shape, pairs)
+    y = run(x, weights, experts, pairs, 0, first)
+    if drop:
+        return y, dropped
+    if first < most:
+        y = y + _further(run, first, further, (x, weights, experts), pairs, lax.pmax(needed, all_axes or axes))
+    return y, none
 
-    def one_round(number):
-        base = number * capacity
-        inside = (ranks >= base) & (ranks < base + capacity) & (by_expert < E)
-        slot = jnp.where(inside, by_expert * capacity + ranks - base, E * capacity)
-        taken = jnp.full(E * capacity, n, jnp.int32).at[slot].set(source, mode="drop")
-        rows = jnp.take(x, taken, axis=0, mode="fill", fill_value=0).reshape(E, capacity, L)
-        if axes:
-            rows = lax.all_to_all(rows, axes, 0, 0, tiled=True)
-        rows = rows.reshape(ways, E // ways, capacity, L)
-        rows = jnp.einsum("recl->ercl", rows).reshape(E // ways, ways * capacity, L)
-        out = ffn(rows).reshape(E // ways, ways, capacity, L)
-        out = jnp.einsum("ercl->recl", out).reshape(E, capacity, L)
-        if axes:
-            out = lax.all_to_all(out, axes, 0, 0, tiled=True)
-        here = (place >= base) & (place < base + capacity) & (expert < E)
-        index = jnp.where(here, expert * capacity + place - base, E * capacity)
-        picked = jnp.take(out.reshape(E * capacity, L), index, axis=0, mode="fill", fill_value=0)
-        return jnp.einsum("nk,nkl->nl", weights.astype(x.dtype), picked.reshape(n, k, L))
 
-    y = one_round(0)
-    rounds = -(-n // capacity)
-    if rounds == 1:
-        return y
-    most = lax.stop_gradient(jnp.max(counts))
-    most = lax.pmax(most, all_axes) if all_axes else most
+@partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
+def _further(run, first, size, inputs, pairs, needed):
+    """The sum of a run's rounds from row `first` to `needed`: as many as there are, also in the backward pass."""
 
-    def further(y):
-        @jax.checkpoint
-        def step(y, number):
-            return lax.cond(number * capacity < most, lambda: y + one_round(number), lambda: y), None
+    def another(base, y):
+        return y + run(*inputs, pairs, base, size)
 
-        return lax.scan(step, y, jnp.arange(1, rounds, dtype=jnp.int32))[0]
+    return _rounds(another, first, size, needed, jnp.zeros_like(inputs[0]))
 
-    return lax.cond(capacity < most, further, lambda y: y, y)
+
+def _further_forward(run, first, size, inputs, pairs, needed):
+    return _further(run, first, size, inputs, pairs, needed), (inputs, pairs, needed)
+
+
+def _further_backward(run, first, size, kept, d_y):
+    inputs, pairs, needed = kept
+
+    def another(base, d_inputs):
+        _, pull = jax.vjp(lambda inputs: run(*inputs, pairs, base, size), inputs)
+        return jax.tree.map(jnp.add, d_inputs, pull(d_y)[0])
+
+    return _rounds(another, first, size, needed, jax.tree.map(jnp.zeros_like, inputs)), None, None
+
+
+_further.defvjp(_further_forward, _further_backward)
+
+
+def _rounds(another, first, size, needed, start):
+    def loop(value):
+        rounds = -((first - needed) // size)
+        return lax.fori_loop(0, rounds, lambda i, value: another(first + i * size, value), value)
+
+    return lax.cond(first < needed, loop, lambda value: value, start)

@@ -146,6 +146,7 @@ class _Watch:
         tokens = sum(int(metrics["tokens"]) for _, metrics in steps)
         number, metrics = steps[-1]
         self.loss = float(np.mean([metrics["loss"] for _, metrics in steps]))
+        more = {"dropped": sum(int(metrics["dropped"]) for _, metrics in steps)} if "dropped" in metrics else {}
         if self.log is not None:
             self.log.write(
                 number,
@@ -153,6 +154,7 @@ class _Watch:
                 tokens_per_second=tokens / (now - self.since),
                 gradient_norm=float(metrics["grad_norm"]),
                 expert_load=float(np.mean([metrics["expert_load"] for _, metrics in steps])),
+                **more,
             )
         self.since = now
 

@@ -44,6 +44,7 @@ def make_model(config: RunConfig) -> K3:
         dtype=jnp.dtype(config.train.dtype),
         experts="qat" if config.train.qat else "dequantized",
         mxfp8_inputs=config.train.qat,
+        capacity_drop=config.train.capacity_drop,
         remat=config.train.remat,
     )
 
@@ -95,7 +96,7 @@ def make_train_step(config: RunConfig, shardings: TrainState):
     The batch is split into `grad_accum` micro-batches one after the other; the loss is the mean over all learnt tokens of
     the whole batch and Quantile Balancing sees them all, so the result does not depend on the split but for rounding.
     Metrics: loss (nats a token), grad_norm (before clipping), expert_load (largest load of an expert over the mean, in
-    the worst layer), tokens (learnt).
+    the worst layer), tokens (learnt); with `capacity_drop` also dropped (pairs of token and expert, over all layers).
     """
     model, optimizer, accum = make_model(config), make_optimizer(config.train), config.train.grad_accum
 
@@ -128,6 +129,8 @@ def make_train_step(config: RunConfig, shardings: TrainState):
             "expert_load": worst_load(stats),
             "tokens": jnp.sum(batch["weights"] > 0),
         }
+        if config.train.capacity_drop:
+            metrics["dropped"] = sum(jnp.sum(s.dropped) for s in router_stats(stats))
         return TrainState(state.step + 1, params, router, opt_state), metrics
 
     return jax.jit(step, donate_argnums=0, out_shardings=(shardings, None))
@@ -136,18 +139,26 @@ def make_train_step(config: RunConfig, shardings: TrainState):
 def balanced(router, stats, k: int):
     """Next router biases from this step's statistics (Quantile Balancing); they take effect in the next step."""
     update = jax.vmap(lambda histogram, bias: quantile_bias_from_histogram(histogram, bias, k))
-    is_stats = lambda x: isinstance(x, RouterStats)  # noqa: E731
     return jax.tree.map(
         lambda s, layer: {"e_score_correction_bias": update(s.histogram, layer["e_score_correction_bias"])},
         stats,
         router,
-        is_leaf=is_stats,
+        is_leaf=_is_stats,
     )
+
+
+def _is_stats(x) -> bool:
+    return isinstance(x, RouterStats)
+
+
+def router_stats(stats) -> list[RouterStats]:
+    """Of all MoE layers, each of stacked ones."""
+    return jax.tree.leaves(stats, is_leaf=_is_stats)
 
 
 def worst_load(stats) -> Array:
     """max over MoE layers of (largest expert load / mean expert load); 1 for a model without any."""
-    loads = [s.load.astype(jnp.float32) for s in jax.tree.leaves(stats, is_leaf=lambda x: isinstance(x, RouterStats))]
+    loads = [s.load.astype(jnp.float32) for s in router_stats(stats)]
     ratios = [jnp.max(jnp.max(x, axis=-1) / jnp.maximum(jnp.mean(x, axis=-1), 1e-9)) for x in loads]
     return jnp.max(jnp.stack(ratios)) if ratios else jnp.ones(())
 

@@ -82,6 +82,10 @@ def test_a_loop_of_unknown_length_must_not_communicate():
     with pytest.raises(ValueError, match="while.*: a loop that communicates and does not say how often it runs"):
         collectives(compiled(until(gather)))
 
+    # Under a condition it may as well not run at all.
+    branches = lambda x: lax.cond(x[0] < 3, until(gather), lambda x: x, x)  # noqa: E731
+    assert sent(compiled(branches)) == {}
+
 
 TEXT = """\
 HloModule jit_step, is_scheduled=true, entry_computation_layout={(f32[4]{0})->f32[4]{0}}, num_partitions=8

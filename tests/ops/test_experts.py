@@ -1,5 +1,6 @@
 """Routed experts: dispatch against every expert on every token, whatever the routing, and the gated units."""
 
+import re
 from functools import cache, partial
 
 import jax
@@ -7,14 +8,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from k3jax.ops import mx
-from k3jax.ops.experts import Activation, apply_experts, expert_ffn, experts_reference
+from k3jax.ops import grouped, mx
+from k3jax.ops.experts import Activation, Unit, apply_experts, experts_reference, fastest
 
-n, k, E, L, F = 40, 3, 16, 32, 64  # 16 rows an expert in one round, so up to three rounds
+n, k, E, L, F = 40, 3, 16, 32, 64
 SITU, SILU = Activation("situ"), Activation("silu")
 RNG = np.random.default_rng(0)
 W1, W3, W2 = (jnp.asarray(RNG.normal(size=shape)) for shape in ((E, F, L), (E, F, L), (E, L, F)))
-
 
 
 def choices(experts, count):
@@ -31,16 +31,14 @@ ROUTINGS = {
 
 
 @cache
-def both(mxfp8_inputs):
+def both(mxfp8, impl):
     """Jitted (output, gradients) of the dispatch and of the reference."""
 
-    def dispatch(x, weights, w1, w3, w2, indices, valid):
-        ffn = partial(expert_ffn, w1=w1, w3=w3, w2=w2, act=SITU, mxfp8_inputs=mxfp8_inputs)
-        return apply_experts(x, weights, indices, valid, ffn, E)
+    def dispatch(x, weights, experts, indices, valid):
+        return apply_experts(x, weights, indices, valid, experts, Unit(SITU, mxfp8), impl=impl)[0]
 
-    def reference(x, weights, w1, w3, w2, indices, valid):
-        y = experts_reference(x, weights, indices, w1, w3, w2, SITU, mxfp8_inputs)
-        return jnp.where(valid[:, None], y, 0)
+    def reference(x, weights, experts, indices, valid):
+        return jnp.where(valid[:, None], experts_reference(x, weights, indices, experts, Unit(SITU, mxfp8)), 0)
 
     def with_gradients(form, cotangent, indices, valid, *arrays):
         y, vjp = jax.vjp(lambda *a: form(*a, indices, valid), *arrays)
@@ -49,72 +47,83 @@ def both(mxfp8_inputs):
     return tuple(jax.jit(partial(with_gradients, form)) for form in (dispatch, reference))
 
 
-def compare(indices, valid, mxfp8_inputs):
+def compare(indices, valid, mxfp8=False, impl="fixed"):
     rng = np.random.default_rng(1)
     rows = len(indices)
     x, cotangent = (jnp.asarray(rng.normal(size=(rows, L))) for _ in range(2))
     weights = jnp.asarray(rng.uniform(size=(rows, k)))
-    dispatch, reference = both(mxfp8_inputs)
-    inputs = (cotangent, jnp.asarray(indices, jnp.int32), jnp.asarray(valid), x, weights, W1, W3, W2)
+    dispatch, reference = both(mxfp8, impl)
+    inputs = (cotangent, jnp.asarray(indices, jnp.int32), jnp.asarray(valid), x, weights, (W1, W3, W2))
     found, expected = dispatch(*inputs), reference(*inputs)
-    for a, b in zip(found, expected, strict=True):
+    for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-11, atol=1e-11 * np.abs(b).max())  # float64, another order
     return found
 
 
-@pytest.mark.parametrize("mxfp8_inputs", [False, True])
+FORMS = ("fixed", "ragged")
+
+
+@pytest.mark.parametrize("impl", FORMS)
+@pytest.mark.parametrize("mxfp8", [False, True])
 @pytest.mark.parametrize("routing", ROUTINGS)
-def test_every_token_meets_its_experts(routing, mxfp8_inputs):
+def test_every_token_meets_its_experts(routing, mxfp8, impl):
     indices = ROUTINGS[routing]
     assert all(len(set(row)) == k for row in indices.tolist())
-    y, *_, to_w2 = compare(indices, np.ones(n, bool), mxfp8_inputs)
+    y, *_, (*_, to_w2) = compare(indices, np.ones(n, bool), mxfp8, impl)
     assert np.all(np.any(y != 0, axis=1))
     used = np.isin(np.arange(E), indices)
     assert np.all(np.any(to_w2 != 0, axis=(1, 2)) == used)  # idle experts get no gradient
 
 
-def test_tokens_that_are_not_there():
+@pytest.mark.parametrize("impl", FORMS)
+def test_tokens_that_are_not_there(impl):
     valid = np.arange(n) % 3 > 0
-    y, to_x, to_weights, *_ = compare(ROUTINGS["all to the same"], valid, False)
+    y, to_x, to_weights, _ = compare(ROUTINGS["all to the same"], valid, impl=impl)
     for array in (y, to_x, to_weights):
         assert np.all(array[~valid] == 0) and np.all(np.any(array[valid] != 0, axis=1))
 
 
-def test_tokens_that_are_not_there_take_no_room():
+@pytest.mark.parametrize("impl", FORMS)
+def test_tokens_that_are_not_there_take_no_room(impl):
     # What they hold does not matter, not even to the rounding of the others.
     rng = np.random.default_rng(2)
-    valid, indices = np.arange(n) < 20, jnp.asarray(ROUTINGS["all to the same"], jnp.int32)
+    valid, indices = jnp.arange(n) < 20, jnp.asarray(ROUTINGS["all to the same"], jnp.int32)
     x, weights = jnp.asarray(rng.normal(size=(n, L))), jnp.asarray(rng.uniform(size=(n, k)))
-    ffn = partial(expert_ffn, w1=W1, w3=W3, w2=W2, act=SITU)
-    run = jax.jit(lambda x: apply_experts(x, weights, indices, jnp.asarray(valid), ffn, E))
+    run = jax.jit(lambda x: apply_experts(x, weights, indices, valid, (W1, W3, W2), Unit(SITU), impl=impl)[0])
     y = run(x)
     np.testing.assert_array_equal(run(x.at[20:].set(jnp.nan)), y)
     assert np.all(y[20:] == 0)
 
 
+@pytest.mark.parametrize("impl", FORMS)
 @pytest.mark.parametrize("rows", [1, 5, 9])
-def test_fewer_tokens_than_room(rows):
-    compare(ROUTINGS["all to the same"][:rows], np.ones(rows, bool), False)
+def test_fewer_tokens_than_room(rows, impl):
+    compare(ROUTINGS["all to the same"][:rows], np.ones(rows, bool), impl=impl)
 
 
-def test_rounds_cost_nothing_when_nobody_needs_them():
-    # A host callback counts the rounds that run.
-    calls = []
+@pytest.mark.parametrize("impl", FORMS)
+def test_bfloat16(impl):
+    rng = np.random.default_rng(4)
+    x, weights, *experts = (
+        jnp.asarray(a, jnp.bfloat16) for a in (rng.normal(size=(n, L)), rng.uniform(size=(n, k)), W1, W3, W2)
+    )
+    indices = jnp.asarray(ROUTINGS["random"], jnp.int32)
+    wide = [a.astype(jnp.float64) for a in (x, weights, *experts)]
+    y, _ = apply_experts(x, weights, indices, jnp.ones(n, bool), tuple(experts), Unit(SITU), impl=impl)
+    expected = experts_reference(*wide[:2], indices, tuple(wide[2:]), Unit(SITU))
+    assert y.dtype == jnp.bfloat16
+    np.testing.assert_allclose(y.astype(jnp.float64), expected, atol=2e-2 * float(jnp.max(jnp.abs(expected))))
 
-    def ffn(rows):
-        jax.debug.callback(lambda: calls.append(1))
-        return rows
 
-    x, weights, valid = jnp.ones((n, L)), jnp.ones((n, k)), jnp.ones(n, bool)
-    run = jax.jit(lambda indices: apply_experts(x, weights, indices, valid, ffn, E))
-    spread = (np.arange(n)[:, None] + 5 * np.arange(k)) % E
-    some = np.where(np.arange(n)[:, None] < 18, ROUTINGS["all to the same"], spread)
-    for routing, rounds in ((ROUTINGS["all to the same"], 3), (some, 2), (spread, 1)):
-        calls.clear()
-        y = run(jnp.asarray(routing, jnp.int32))
-        jax.effects_barrier()
-        assert len(calls) == rounds
-        np.testing.assert_array_equal(y, np.full((n, L), k))  # identity experts, weights one
+def test_an_unknown_impl():
+    arrays = jnp.ones((n, L)), jnp.ones((n, k)), jnp.zeros((n, k), jnp.int32), jnp.ones(n, bool)
+    with pytest.raises(ValueError, match="impl: found 'dense', must be one of auto, fixed, ragged"):
+        apply_experts(*arrays, (W1, W3, W2), Unit(SITU), impl="dense")
+
+
+def test_what_auto_takes():
+    assert fastest("cpu") == fastest("tpu", (0, 10, 2)) == "fixed"  # there the gradient of ragged_dot is slow
+    assert fastest("gpu", (0, 10, 2)) == fastest("tpu", (0, 12, 0)) == "ragged"
 
 
 # ---- units -----------------------------------------------------------------------------------------
@@ -153,22 +162,36 @@ def test_units_work_in_float32():
         np.testing.assert_allclose(found.astype(jnp.float64), exact, rtol=2**-8)  # one rounding, at the end
 
 
-def test_expert_ffn_by_hand():
-    # One row, L = F = 2, two experts; SiLU(0) = 0 leaves one hidden unit.
-    x = jnp.asarray([[[1.0, 2.0]], [[1.0, 2.0]]])
+@pytest.mark.parametrize("impl", FORMS)
+def test_experts_by_hand(impl):
+    # One token, L = F = 2, two experts; SiLU(0) = 0 leaves one hidden unit.
+    x = jnp.asarray([[1.0, 2.0]])
     w1 = jnp.asarray([[[2.0, -1.0], [0.0, 1.0]], [[1.0, 0.0], [2.0, -1.0]]])  # gates (0, 2), (1, 0)
     w3 = jnp.asarray([[[9.0, 9.0], [1.0, 1.0]], [[-1.0, 0.0], [9.0, 9.0]]])  # ups (27, 3), (-1, 27)
     w2 = jnp.asarray([[[5.0, 1.0], [7.0, -1.0]], [[2.0, 5.0], [3.0, 7.0]]])
     silu = lambda g: g / (1 + np.exp(-g))  # noqa: E731
     first, second = silu(2) * 3, -silu(1)
-    expected = [[[first, -first]], [[2 * second, 3 * second]]]
-    np.testing.assert_allclose(expert_ffn(x, w1, w3, w2, SILU), expected, rtol=1e-14)
+    weights, indices = jnp.asarray([[0.25, 4.0]]), jnp.asarray([[1, 0]], jnp.int32)
+    y, _ = apply_experts(x, weights, indices, jnp.ones(1, bool), (w1, w3, w2), Unit(SILU), impl=impl)
+    expected = [[4 * first + 0.25 * 2 * second, -4 * first + 0.25 * 3 * second]]
+    np.testing.assert_allclose(y, expected, rtol=1e-14)
 
 
-def test_what_meets_w2_is_quantised():
-    rng = np.random.default_rng(5)
-    x = jnp.asarray(rng.normal(size=(E, 4, L)))
+@pytest.mark.parametrize("impl", FORMS)
+def test_what_meets_w2_is_quantised(impl):
+    x = jnp.asarray(np.random.default_rng(5).normal(size=(4, L)))
     identity = jnp.broadcast_to(jnp.eye(L, F)[None], (E, L, F))  # the first L hidden units come out
-    hidden = SITU(jnp.einsum("ecl,efl->ecf", x, W1), jnp.einsum("ecl,efl->ecf", x, W3))
-    found = expert_ffn(x, W1, W3, identity, SITU, mxfp8_inputs=True)
-    np.testing.assert_array_equal(found, mx.fake_quant(hidden, "mxfp8")[..., :L])
+    hidden = SITU(jnp.einsum("nl,fl->nf", x, W1[3]), jnp.einsum("nl,fl->nf", x, W3[3]))
+    once = jnp.ones((4, 1)), jnp.full((4, 1), 3, jnp.int32), jnp.ones(4, bool)
+    y, _ = apply_experts(x, *once, (W1, W3, identity), Unit(SITU, mxfp8=True), impl=impl)
+    np.testing.assert_array_equal(y, mx.fake_quant(hidden, "mxfp8")[:, :L])
+
+
+def test_blocks_of_any_size(monkeypatch):
+    """Experts with less than a block, exactly one, and several; the last block of one reaches into the next one's rows."""
+    valid = np.arange(n) > 2
+    both.cache_clear()
+    for size in (8, 16, 24):
+        monkeypatch.setattr(grouped, "BLOCK", size)
+        compare(ROUTINGS["one for all"], valid, impl="fixed")
+        both.cache_clear()

@@ -42,6 +42,7 @@ def linear_loss(model, params, router, batch, total):
     stats = RouterStats(
         expert_load(routing.indices, E, valid)[None],
         quantile_histogram(scores, routing.cutoff, bias, valid)[None],
+        jnp.full(1, 7, jnp.int32),
     )
     return loss, {"moe": stats}
 
@@ -67,7 +68,12 @@ def hand_batch():
 def test_by_hand(monkeypatch, accum, balancing):
     monkeypatch.setattr(training, "batch_loss", linear_loss)
     train = dataclasses.replace(
-        TRAIN, grad_accum=accum, quantile_balancing=balancing, clip_norm=0.01, weight_decay=0.1
+        TRAIN,
+        grad_accum=accum,
+        quantile_balancing=balancing,
+        clip_norm=0.01,
+        weight_decay=0.1,
+        capacity_drop=balancing,
     )
     state, batch = hand_state(train), hand_batch()
     bias = np.asarray(state.router["moe"]["e_score_correction_bias"])
@@ -78,6 +84,7 @@ def test_by_hand(monkeypatch, accum, balancing):
     assert float(metrics["loss"]) == pytest.approx(4 * gradient, rel=1e-13)
     assert float(metrics["grad_norm"]) == pytest.approx(abs(gradient), rel=1e-13)  # before clipping
     assert int(metrics["tokens"]) == np.sum(np.asarray(batch["weights"]) > 0)
+    assert metrics.get("dropped") == (7 * accum if balancing else None)
     assert int(new.step) == 1
     mu = optax.tree.get(new.opt_state, "mu")["w_proj"]
     assert float(mu) == pytest.approx(0.1 * 0.01 * np.sign(gradient), rel=1e-6)  # after clipping
@@ -113,7 +120,7 @@ def test_balancing_of_every_repeat():
     valid = jnp.ones(40, bool)
     pairs = zip(scores, bias, strict=True)
     histograms = [quantile_histogram(s, route(s, b, K).cutoff, b, valid) for s, b in pairs]
-    stats = {"a": {"b": RouterStats(jnp.ones((3, E), jnp.int32), jnp.stack(histograms))}}
+    stats = {"a": {"b": RouterStats(jnp.ones((3, E), jnp.int32), jnp.stack(histograms), jnp.zeros(3, jnp.int32))}}
     found = balanced({"a": {"b": {"e_score_correction_bias": bias}}}, stats, K)
     for r in range(3):
         expected = quantile_bias_from_histogram(histograms[r], bias[r], K)
@@ -123,7 +130,8 @@ def test_balancing_of_every_repeat():
 def test_worst_load():
     histogram = jnp.zeros((2, 4, 1000), jnp.int32)
     loads = {"a": [[1, 1, 1, 1], [0, 0, 5, 3]], "b": [[9, 1, 1, 1], [0, 0, 0, 0]]}
-    stats = {name: RouterStats(jnp.asarray(load, jnp.int32), histogram) for name, load in loads.items()}
+    none = jnp.zeros(2, jnp.int32)
+    stats = {name: RouterStats(jnp.asarray(load, jnp.int32), histogram, none) for name, load in loads.items()}
     assert float(worst_load(stats)) == 3.0  # 9 of a mean of 3; a layer without tokens has no worst
 
 
