@@ -189,6 +189,41 @@ class BenchKda:
 
 
 @dataclass(frozen=True)
+class BenchMoe:
+    """Compare a routed layer with every expert on every token, and with the experts' products alone."""
+
+    tokens: int = 4096
+    """Tokens."""
+    experts: int = 64
+    """Experts."""
+    active: int = 8
+    """Experts a token."""
+    latent: int = 512
+    """Width the experts act on."""
+    width: int = 512
+    """Hidden units of an expert."""
+    repeats: int = 3
+    """Rounds; each times every form."""
+    out: str | None = None
+    """JSON file to write."""
+
+    def run(self) -> None:
+        folder = Path(self.out or "").parent
+        even = self.tokens * self.active % max(self.experts, 1) == 0
+        _check(
+            *((name, getattr(self, name), getattr(self, name) >= 1, "at least 1") for name in ("experts", "latent")),
+            ("width", self.width, self.width >= 1, "at least 1"),
+            ("active", self.active, 1 <= self.active < self.experts, f"from 1 to {self.experts - 1}, fewer than experts"),
+            ("tokens", self.tokens, self.tokens >= 1 and even, "such that tokens * active is a multiple of experts"),
+            ("repeats", self.repeats, self.repeats >= 1, "at least 1"),
+            ("out", self.out, folder.is_dir(), f"in a folder that exists, {folder} does not"),
+        )
+        from k3jax.bench import moe
+
+        _hand_over(moe, moe.run(self), self.out)
+
+
+@dataclass(frozen=True)
 class BenchStrategies:
     """Compare sharding strategies: step time, memory, what every collective moves.
 
@@ -247,7 +282,11 @@ def _hand_over(bench, report, out: str | None) -> None:
 class Bench:
     """Measure this machine's speed."""
 
-    subject: Annotated[BenchKda, subcommand("kda")] | Annotated[BenchStrategies, subcommand("strategies")]
+    subject: (
+        Annotated[BenchKda, subcommand("kda")]
+        | Annotated[BenchMoe, subcommand("moe")]
+        | Annotated[BenchStrategies, subcommand("strategies")]
+    )
     """What to measure."""
 
     def run(self, *rest) -> None:

@@ -14,7 +14,7 @@ from k3jax.config import ModelConfig
 from k3jax.ops import mx
 from k3jax.ops.experts import Activation
 from k3jax.ops.kda import accumulator
-from k3jax.sharding import constrain
+from k3jax.sharding import constrain, mesh_axes
 
 
 class Policy(NamedTuple):
@@ -78,6 +78,21 @@ def activation(cfg: ModelConfig) -> Activation:
     return Activation(cfg.hidden_act, cfg.activation_situ_beta, cfg.activation_situ_linear_beta)
 
 
+def project(x: Array, w: Array, dtype=None) -> Array:
+    """y_bt = w x_bt for every token: x [B,T,*I], w [*O,*I] -> [B,T,*O] in `dtype`, x's by default.
+
+    Where no device holds a part of T, batch and time are one axis: with two, CPUs compute the transpose of what meets x
+    in w's gradient element by element, which costs as much as the product.
+    """
+    inputs, outputs = x.shape[2:], w.shape[: w.ndim + 2 - x.ndim]
+    if mesh_axes("seq"):
+        contracted = tuple(range(2, x.ndim)), tuple(range(len(outputs), w.ndim))
+        return lax.dot_general(x, w, (contracted, ((), ())), preferred_element_type=dtype)
+    rows, matrix = x.reshape(-1, math.prod(inputs)), w.reshape(-1, math.prod(inputs))
+    y = lax.dot_general(rows, matrix, (((1,), (1,)), ((), ())), preferred_element_type=dtype)
+    return y.reshape(*x.shape[:2], *outputs)
+
+
 class DenseFFN(nn.Module):
     """down( act(gate x, up x) ): the dense layers' feed-forward part and the shared experts. x [B,T,D]."""
 
@@ -93,9 +108,9 @@ class DenseFFN(nn.Module):
             for name in ("gate_proj", "up_proj")
         )
         down = weight(self, "down_proj", (D, self.width), ("embed", "mlp"), cfg.initializer_range)
-        h = activation(cfg)(jnp.einsum("btd,fd->btf", x, gate), jnp.einsum("btd,fd->btf", x, up))
+        h = activation(cfg)(project(x, gate), project(x, up))
         time = "time" if x.shape[1] > 1 else None
-        return jnp.einsum("btf,df->btd", constrain(h, "batch", time, "mlp"), down)
+        return project(constrain(h, "batch", time, "mlp"), down)
 
 
 def log_uniform_dt(low: float = 1e-3, high: float = 1e-1):

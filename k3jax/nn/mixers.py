@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from k3jax.config import ModelConfig
-from k3jax.nn.layers import Policy, float32_weight, log_uniform_dt, rms_norm, weight
+from k3jax.nn.layers import Policy, float32_weight, log_uniform_dt, project, rms_norm, weight
 from k3jax.ops.conv import short_conv
 from k3jax.ops.kda import accumulator, kda, kda_gate, l2norm
 from k3jax.ops.kda_context import kda_over, short_conv_over
@@ -43,7 +43,7 @@ class KimiDeltaAttention(nn.Module):
             conv = float32_weight(
                 self, f"{name}_conv1d", _uniform(bound), (H, K, taps), ("heads", None, None)
             )
-            y = constrain(jnp.einsum("btd,hkd->bthk", x, w), *tokens, None)
+            y = constrain(project(x, w), *tokens, None)
             if context:
                 y = on_shards(
                     lambda *x: (short_conv_over(context, *x),), [tokens, ("heads",), tokens[:2]], [tokens]
@@ -57,10 +57,10 @@ class KimiDeltaAttention(nn.Module):
 
         # What decides beta and decay is not rounded to a narrower compute dtype on its way.
         w = weight(self, "b_proj", (H, D), ("heads", "embed"), std)
-        beta = jax.nn.sigmoid(jnp.einsum("btd,hd->bth", x, w, preferred_element_type=wide))
-        z = jnp.einsum("btd,kd->btk", x, weight(self, "f_a_proj", (K, D), (None, "embed"), std))
+        beta = jax.nn.sigmoid(project(x, w, wide))
+        z = project(x, weight(self, "f_a_proj", (K, D), (None, "embed"), std))
         w = weight(self, "f_b_proj", (H, K, K), ("heads", None, None), std)
-        z = jnp.einsum("btl,hkl->bthk", z, w, preferred_element_type=wide)
+        z = project(z, w, wide)
         A_log = float32_weight(self, "A_log", nn.initializers.zeros, (H,), ("heads",))
         dt_bias = float32_weight(self, "dt_bias", log_uniform_dt(), (H, K), ("heads", None))
         g = kda_gate(z, A_log, dt_bias, cfg.gate_lower_bound)
@@ -81,14 +81,14 @@ class KimiDeltaAttention(nn.Module):
             o, state = run(q, k, v, g, beta, state, segment_ids)
 
         if cfg.use_full_rank_gate:
-            gate = jnp.einsum("btd,hkd->bthk", x, weight(self, "g_proj", (H, K, D), ("heads", None, "embed"), std))
+            gate = project(x, weight(self, "g_proj", (H, K, D), ("heads", None, "embed"), std))
         else:
-            gate = jnp.einsum("btd,kd->btk", x, weight(self, "g_a_proj", (K, D), (None, "embed"), std))
-            gate = jnp.einsum("btl,hkl->bthk", gate, weight(self, "g_b_proj", (H, K, K), ("heads", None, None), std))
+            gate = project(x, weight(self, "g_a_proj", (K, D), (None, "embed"), std))
+            gate = project(gate, weight(self, "g_b_proj", (H, K, K), ("heads", None, None), std))
         o_norm = float32_weight(self, "o_norm", nn.initializers.ones, (K,), (None,))
         o = rms_norm(o.astype(wide), o_norm, cfg.rms_norm_eps) * jax.nn.sigmoid(gate.astype(wide))
         o = constrain(o.astype(dtype), *tokens, None)
-        y = jnp.einsum("bthk,dhk->btd", o, weight(self, "o_proj", (D, H, K), ("embed", "heads", None), std))
+        y = project(o, weight(self, "o_proj", (D, H, K), ("embed", "heads", None), std))
         if cache is not None:
             cache = {"state": state.astype(cache["state"].dtype), **new_cache}
         return y, cache
@@ -108,17 +108,17 @@ class LatentAttention(nn.Module):
         K, R, V, L = cfg.qk_nope_head_dim, cfg.qk_rope_head_dim, cfg.v_head_dim, cfg.kv_lora_rank
 
         if cfg.q_lora_rank:
-            q = jnp.einsum("btd,ld->btl", x, weight(self, "q_a_proj", (cfg.q_lora_rank, D), (None, "embed"), std))
+            q = project(x, weight(self, "q_a_proj", (cfg.q_lora_rank, D), (None, "embed"), std))
             q = rms_norm(q, weight(self, "q_a_layernorm", (cfg.q_lora_rank,), (None,)), LATENT_EPS)
             w = weight(self, "q_b_proj", (H, K + R, cfg.q_lora_rank), ("heads", None, None), std)
-            q = jnp.einsum("btl,hkl->bthk", q, w)
+            q = project(q, w)
         else:
-            q = jnp.einsum("btd,hkd->bthk", x, weight(self, "q_proj", (H, K + R, D), ("heads", None, "embed"), std))
+            q = project(x, weight(self, "q_proj", (H, K + R, D), ("heads", None, "embed"), std))
         tokens = ("batch", _time(x, cache), "heads")
         q = constrain(q, *tokens, None)
 
         w = weight(self, "kv_a_proj_with_mqa", (L + R, D), (None, "embed"), std)
-        kv = constrain(jnp.einsum("btd,ld->btl", x, w), "batch", None, None)
+        kv = constrain(project(x, w), "batch", None, None)
         latent, k_rope = kv[..., :L], kv[..., L:]
         latent = rms_norm(latent, weight(self, "kv_a_layernorm", (L,), (None,)), LATENT_EPS)
         kv_ids = ids
@@ -135,11 +135,11 @@ class LatentAttention(nn.Module):
             q, latent.astype(dtype), k_rope.astype(dtype), w_kv[:, :K], w_kv[:, K:], ids, kv_ids, start
         )[0]
         if cfg.mla_use_output_gate:
-            gate = jnp.einsum("btd,hvd->bthv", x, weight(self, "g_proj", (H, V, D), ("heads", None, "embed"), std))
+            gate = project(x, weight(self, "g_proj", (H, V, D), ("heads", None, "embed"), std))
             wide = accumulator(dtype)
             o = (o.astype(wide) * jax.nn.sigmoid(gate.astype(wide))).astype(dtype)
         o = constrain(o, *tokens, None)
-        y = jnp.einsum("bthv,dhv->btd", o, weight(self, "o_proj", (D, H, V), ("embed", "heads", None), std))
+        y = project(o, weight(self, "o_proj", (D, H, V), ("embed", "heads", None), std))
         return y, cache
 
 

@@ -12,7 +12,7 @@ from jax import Array
 
 from k3jax.cache import Cache
 from k3jax.config import LayerKind, ModelConfig
-from k3jax.nn.layers import DenseFFN, Policy, rms_norm, weight
+from k3jax.nn.layers import DenseFFN, Policy, project, rms_norm, weight
 from k3jax.nn.mixers import KimiDeltaAttention, LatentAttention
 from k3jax.nn.moe import LatentMoE
 from k3jax.ops.attnres import attnres_mix
@@ -223,7 +223,7 @@ class K3(nn.Module):
         """lm_head(RMSNorm(hidden)): [..., T, D] -> [..., T, vocab]."""
         normed = rms_norm(hidden, self.norm, self.cfg.rms_norm_eps)
         time = "time" if hidden.shape[1] > 1 else None
-        return constrain(jnp.einsum("btd,vd->btv", normed, self.lm_head), "batch", time, "vocab")
+        return constrain(project(normed, self.lm_head), "batch", time, "vocab")
 
 
 def init_variables(model: K3, key: Array):

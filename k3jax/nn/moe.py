@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from k3jax.config import MX_BLOCK, ModelConfig
-from k3jax.nn.layers import DenseFFN, Policy, activation, declare, rms_norm, weight
+from k3jax.nn.layers import DenseFFN, Policy, activation, declare, project, rms_norm, weight
 from k3jax.ops import mx
 from k3jax.ops.experts import Unit, apply_experts
 from k3jax.ops.kda import accumulator
@@ -77,7 +77,7 @@ class LatentMoE(nn.Module):
         z = x
         if cfg.routed_expert_hidden_size:
             w = weight(self, "routed_expert_down_proj", (L, D), (None, "embed"), std)
-            z = jnp.einsum("btd,ld->btl", x, w)
+            z = project(x, w)
         if policy.mxfp8_inputs:
             z = mx.fake_quant(z, "mxfp8")
         seq = "seq" if x.shape[1] > 1 else None  # one token a row is decoded by every device that holds the row
@@ -87,7 +87,7 @@ class LatentMoE(nn.Module):
             u = rms_norm(u, weight(self, "routed_expert_norm", (L,), (None,)), cfg.rms_norm_eps)
         if cfg.routed_expert_hidden_size:
             w = weight(self, "routed_expert_up_proj", (D, L), ("embed", None), std)
-            u = jnp.einsum("btl,dl->btd", u, w)
+            u = project(u, w)
         shared = DenseFFN(cfg, policy, cfg.shared_intermediate_size, name="shared_experts")(x)
         return u + shared, stats
 

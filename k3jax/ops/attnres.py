@@ -25,7 +25,8 @@ def attnres_mix(sources: Array, count: Array, query: Array, norm: Array, eps: fl
     """
     dtype = accumulator(sources.dtype)
     v = sources.astype(dtype)
-    scores = jnp.einsum("nbtd,d->nbt", v, query.astype(dtype) * norm.astype(dtype))
+    # Sums of products, not matrix products: each is one pass over the sources.
+    scores = jnp.sum(v * (query.astype(dtype) * norm.astype(dtype))[None, None, None], axis=-1)
     scores = scores * lax.rsqrt(jnp.mean(v * v, axis=-1) + eps)
     present = (jnp.arange(v.shape[0], dtype=jnp.int32) <= count)[:, None, None]
     weights = jax.nn.softmax(jnp.where(present, scores, -jnp.inf), axis=0)

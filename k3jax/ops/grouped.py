@@ -17,7 +17,9 @@ from jax import Array, lax
 
 from k3jax.ops.kda import accumulator
 
-BLOCK = 192  # rows: 128 to 256 are alike on 2 cores; an expert's last block is half empty on average
+# Rows of a block: a quarter of a balanced load, for an expert's last block is half empty on average, within limits
+# between which they multiply about equally fast (2 cores, L = F = 512).
+BLOCKS = (64, 192)
 
 
 class Pairs(NamedTuple):
@@ -131,7 +133,9 @@ blocks.defvjp(_forward, _backward)
 def _rows(weights, pairs):
     """Rows of a block, and the token and weight of every row, a block more than there are; token n where there is none."""
     n, k = weights.shape
-    size = min(BLOCK, -(-n // 8) * 8)
+    least, most = BLOCKS
+    size = min(max(n * k // (4 * pairs.counts.size), least), most, n)
+    size += -size % 8
     row = jnp.arange(n * k + size, dtype=jnp.int32)
     pair = jnp.where(row < jnp.sum(pairs.counts, dtype=jnp.int32), jnp.pad(pairs.order, (0, size)), n * k)
     return size, pair // k, jnp.take(weights.reshape(-1), pair, mode="fill", fill_value=0)

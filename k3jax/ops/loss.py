@@ -24,16 +24,17 @@ def cross_entropy(
     targets: Array,
     weights: Array,
     chunk: int = 256,
-    stretches: int = 1,
+    ways: tuple[int, int] = (1, 1),
 ) -> Array:
-    """sum_t weights_t (-log softmax(unembed(hidden_t))[targets_t]), `chunk` positions of every stretch at a time.
+    """sum_t weights_t (-log softmax(unembed(hidden_t))[targets_t]), `chunk` tokens of a device at a time.
 
     The backward pass computes each chunk's logits anew.
 
     Args:
         hidden: [B,T,D]. unembed: [B,C,D] -> [B,C,vocab].
         targets: [B,T] int. weights: [B,T], 0 where nothing is learnt.
-        stretches: equal parts of T that lie on different devices; all work on every chunk.
+        chunk: a device holds the logits of so many tokens, or of one position of all its rows.
+        ways: equal parts of B and of T that lie on different devices; all work on every chunk.
 
     Returns:
         The weighted sum in float32 (float64 for float64 hidden).
@@ -44,7 +45,8 @@ def cross_entropy(
     """
     B, T, _ = hidden.shape
     dtype = accumulator(hidden.dtype)
-    chunk = min(chunk, T // stretches)
+    split, stretches = ways
+    chunk = min(max(chunk * split // B, 1), T // stretches)  # positions
 
     def chunks(x):
         x = x.reshape(B, stretches, -1, *x.shape[2:])

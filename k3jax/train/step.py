@@ -85,8 +85,8 @@ def batch_loss(model: K3, params, router, batch: dict[str, Array], total_weight:
     variables = {"params": params, "router": router}
     out = model.apply(variables, batch["tokens"], segment_ids=batch["segment_ids"])
     head = lambda hidden: model.apply(variables, hidden, method="unembed")  # noqa: E731
-    stretches = ways("time", current_mesh())
-    loss = cross_entropy(out.hidden, head, batch["targets"], batch["weights"], stretches=stretches)
+    parts = ways("batch", current_mesh()), ways("time", current_mesh())
+    loss = cross_entropy(out.hidden, head, batch["targets"], batch["weights"], ways=parts)
     return loss / total_weight.astype(loss.dtype), out.router
 
 

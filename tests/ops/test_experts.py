@@ -192,6 +192,6 @@ def test_blocks_of_any_size(monkeypatch):
     valid = np.arange(n) > 2
     both.cache_clear()
     for size in (8, 16, 24):
-        monkeypatch.setattr(grouped, "BLOCK", size)
+        monkeypatch.setattr(grouped, "BLOCKS", (size, size))
         compare(ROUTINGS["one for all"], valid, impl="fixed")
         both.cache_clear()

@@ -34,7 +34,7 @@ def test_by_hand():
     np.testing.assert_allclose(losses, [[np.log(4), np.log(8 / 5)]], rtol=1e-14)
 
 
-@pytest.mark.parametrize("chunk", [1, 2, 3, 7, 256])
+@pytest.mark.parametrize("chunk", [1, 2, 5, 6, 14, 256])
 def test_chunks(chunk):
     def chunked(hidden, table):
         return cross_entropy(hidden, partial(unembed, table), TARGETS, WEIGHTS, chunk)
@@ -46,8 +46,8 @@ def test_chunks(chunk):
     assert np.all((np.asarray(found[1][0]) != 0).all(-1) == (np.asarray(WEIGHTS) > 0))
 
 
-@pytest.mark.parametrize("chunk", [1, 2, 256])
-def test_stretches_change_the_order_only(chunk):
+@pytest.mark.parametrize("chunk, positions", [(1, 1), (3, 1), (4, 2), (256, 2)])
+def test_stretches_change_the_order_only(chunk, positions):
     """Each chunk takes its positions from every stretch: chunk 0 of three stretches of two is 0, 2, 4 or all."""
     seen = []
 
@@ -55,18 +55,46 @@ def test_stretches_change_the_order_only(chunk):
         seen.append(hidden.shape)
         return unembed(TABLE, hidden)
 
-    found = cross_entropy(HIDDEN[:, :6], head, TARGETS[:, :6], WEIGHTS[:, :6], chunk, stretches=3)
+    found = cross_entropy(HIDDEN[:, :6], head, TARGETS[:, :6], WEIGHTS[:, :6], chunk, ways=(1, 3))
     expected = cross_entropy(HIDDEN[:, :6], partial(unembed, TABLE), TARGETS[:, :6], WEIGHTS[:, :6])
     np.testing.assert_allclose(found, expected, rtol=1e-14)
-    assert set(seen) == {(B, 3 * min(chunk, 2), D)}
+    assert set(seen) == {(B, 3 * positions, D)}
+    seen.clear()
+    cross_entropy(HIDDEN, head, TARGETS, WEIGHTS, 1, ways=(2, 1))  # a row on each of two devices
+    assert set(seen) == {(B, 1, D)}
+    seen.clear()
+    cross_entropy(HIDDEN, head, TARGETS, WEIGHTS, 3, ways=(2, 1))
+    assert set(seen) == {(B, 3, D)}
 
 
 def test_no_more_than_a_chunk_of_logits():
     targets, weights = jnp.ones((B, 64), jnp.int32), jnp.ones((B, 64))
-    loss = lambda hidden: cross_entropy(hidden, partial(unembed, TABLE), targets, weights, 16)  # noqa: E731
+    loss = lambda hidden: cross_entropy(hidden, partial(unembed, TABLE), targets, weights, 16 * B)  # noqa: E731
     text = jax.jit(jax.grad(loss)).lower(jnp.ones((B, 64, D))).as_text()
     assert f"tensor<{B}x16x{VOCAB}xf64>" in text and f"x64x{VOCAB}xf64" not in text
     assert f"tensor<4x{B}x16x{VOCAB}xf64>" not in text  # kept for the backward pass
+
+
+@pytest.mark.parametrize("rows", [1, 4])
+def test_peak_memory(rows):
+    """At the released vocabulary and 4096 tokens, an eighth of what all logits at once take, or less; compiled, not run."""
+    vocab, tokens = 163_840, 4096
+    shapes = (rows, tokens // rows), (rows, tokens // rows, 64), (vocab, 64)
+    targets, weights = jax.ShapeDtypeStruct(shapes[0], jnp.int32), jax.ShapeDtypeStruct(shapes[0], jnp.float32)
+    hidden, table = (jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes[1:])
+
+    def temporary(loss):
+        program = jax.jit(jax.value_and_grad(loss, argnums=(0, 1))).lower(hidden, table, targets, weights).compile()
+        return program.memory_analysis().temp_size_in_bytes
+
+    def whole(hidden, table, targets, weights):
+        return jnp.sum(weights * token_losses(unembed(table, hidden), targets))
+
+    def chunked(hidden, table, targets, weights):
+        return cross_entropy(hidden, partial(unembed, table), targets, weights)
+
+    assert temporary(whole) >= 2 * vocab * tokens * 4  # logits and their gradient
+    assert temporary(chunked) <= temporary(whole) / 8
 
 
 def test_narrow_inputs_are_summed_in_float32():
