@@ -224,6 +224,39 @@ class BenchMoe:
 
 
 @dataclass(frozen=True)
+class BenchStep:
+    """Time training and decoding steps on one device: beside matrix products, and beside plain residuals.
+
+    Settings of the file are changed as key=value: python -m k3jax bench step data.seq_len=256
+    """
+
+    config: str = "configs/midsize.py"
+    """Python file that defines `config`, a k3jax.run_config.RunConfig. Its data and mesh do not matter."""
+    repeats: int = 3
+    """Rounds."""
+    decode_batch: int = 16
+    """Rows of a decoding step; 0 leaves it out."""
+    out: str | None = None
+    """JSON file to write."""
+
+    def run(self, overrides: Sequence[str] = ()) -> None:
+        folder = Path(self.out or "").parent
+        _check(
+            ("repeats", self.repeats, self.repeats >= 1, "at least 1"),
+            ("decode-batch", self.decode_batch, self.decode_batch >= 0, "0 or more"),
+            ("out", self.out, folder.is_dir(), f"in a folder that exists, {folder} does not"),
+        )
+        from k3jax import run_config
+
+        config = run_config.apply_overrides(run_config.load_config(self.config), overrides)
+        dataclasses.replace(config, mesh=run_config.MeshConfig(), cpu_devices=0).validate()
+        _compile_anew()
+        from k3jax.bench import step
+
+        _hand_over(step, step.run(config, self.repeats, self.decode_batch), self.out)
+
+
+@dataclass(frozen=True)
 class BenchStrategies:
     """Compare sharding strategies: step time, memory, what every collective moves.
 
@@ -285,6 +318,7 @@ class Bench:
     subject: (
         Annotated[BenchKda, subcommand("kda")]
         | Annotated[BenchMoe, subcommand("moe")]
+        | Annotated[BenchStep, subcommand("step")]
         | Annotated[BenchStrategies, subcommand("strategies")]
     )
     """What to measure."""
@@ -376,7 +410,7 @@ def _parse(argv: list[str]):
 
             print_settings()
         return None, ()
-    if isinstance(getattr(command, "subject", command), Train | BenchStrategies):
+    if isinstance(getattr(command, "subject", command), Train | BenchStep | BenchStrategies):
         return command, (unknown,)
     if unknown:
         raise ValueError(f"{' '.join(unknown)}: unknown argument; `{_PROG} {argv[0]} --help` lists them")

@@ -13,7 +13,9 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import k3jax
+from k3jax.nn import moe
 from k3jax.nn.model import init_variables
+from k3jax.ops import kda_context
 from k3jax.run_config import DataConfig, MeshConfig, RunConfig, TrainConfig
 from k3jax.train import step as training
 
@@ -57,6 +59,7 @@ MESHES = {
     "context4_tensor2": MeshConfig(context=4, tensor=2),
     "fsdp2_expert2_context2": MeshConfig(fsdp=2, expert=2, context=2),
     "data2_context2_tensor2": MeshConfig(data=2, context=2, tensor=2),
+    "expert2_context2_tensor2": MeshConfig(expert=2, context=2, tensor=2),
 }
 B, T = 8, 32
 
@@ -71,9 +74,21 @@ def batch(vocab=MODEL.vocab_size):
     return {"tokens": tokens[:, :-1], "targets": tokens[:, 1:], "segment_ids": ids[:, :-1], "weights": weights}
 
 
+# What is added to the routers' biases: nothing, so much that every token goes to the same four experts (of one device
+# where four share them), or so much that the first four, all of one device, get nothing.
+ROUTINGS = {
+    "as it comes": np.zeros(16),
+    "all to four experts": np.linspace(0, 10, 16),
+    "an idle device": np.where(np.arange(16) < 4, -10.0, 0.0),
+}
+
+
 @cache
-def one_step(mesh_name, dtype, router_bias=0.0):
-    """(loss, state after the step) on a mesh, as numpy. Nothing is clipped, so Adam's first moment is the gradient."""
+def stepper(mesh_name, dtype):
+    """A function of the routing: (loss, state after the step) on a mesh, as numpy, and how the parameters are placed.
+
+    Nothing is clipped, so Adam's first moment is the gradient.
+    """
     config = RunConfig(
         model=MODEL,
         data=DataConfig(seq_len=T, batch_size=B),
@@ -94,7 +109,21 @@ def one_step(mesh_name, dtype, router_bias=0.0):
         state = initial_state(config, dtype)
         with jax.set_mesh(mesh):
             _, shardings = training.abstract_state(config, mesh)
-            return _step_from(jax.device_put(state, shardings), shardings, config, mesh, router_bias)
+            placed = jax.device_put(state, shardings)
+            part = training.shard_batch(batch(), mesh)
+            step = training.make_train_step(config, shardings).lower(placed, part).compile()
+
+    def run(routing):
+        tilted = jax.tree.map(lambda x: x + ROUTINGS[routing][None].astype(x.dtype), state.router)
+        new, metrics = step(jax.device_put(state.replace(router=tilted), shardings), part)
+        return jax.device_get((metrics["loss"], new)), jax.tree.map(lambda x: x.sharding.spec, new.params)
+
+    return run
+
+
+@cache
+def one_step(mesh_name, dtype, routing="as it comes"):
+    return stepper(mesh_name, dtype)(routing)
 
 
 _INITIAL = {}
@@ -109,17 +138,6 @@ def initial_state(config, dtype):
     return _INITIAL[dtype]
 
 
-def _step_from(state, shardings, config, mesh, router_bias):
-    # A bias that favours few experts overflows their capacity; zero is the usual case.
-    tilt = router_bias * np.linspace(0, 1, MODEL.num_experts)
-    router = jax.tree.map(lambda x: jax.device_put(x + jnp.asarray(tilt, x.dtype)[None], x.sharding), state.router)
-    state = state.replace(router=router)
-    part = training.shard_batch(batch(), mesh)
-    new, metrics = training.make_train_step(config, shardings)(state, part)
-    placed = jax.tree.map(lambda x: x.sharding.spec, new.params)
-    return jax.device_get((metrics["loss"], new)), placed
-
-
 def errors(found, expected):
     """Largest difference of every leaf, relative to the leaf's largest value."""
     leaves = jax.tree_util.tree_leaves_with_path(expected)
@@ -131,26 +149,44 @@ def errors(found, expected):
     return result
 
 
+def worst(mesh, dtype, routing="as it comes"):
+    """The leaf of loss and state that differs most from one device's."""
+    found = errors(one_step(mesh, dtype, routing)[0], one_step("one", dtype, routing)[0])
+    name = max(found, key=found.get)
+    return name, found[name]
+
+
 @pytest.mark.parametrize("mesh", [name for name in MESHES if name != "one"])
 @pytest.mark.parametrize("dtype, tolerance", [("float64", 1e-9), ("float32", 1e-4)])
 def test_mesh_equals_one_device(mesh, dtype, tolerance):
-    found, _ = one_step(mesh, dtype)
-    expected, _ = one_step("one", dtype)
-    worst = errors(found, expected)
-    name = max(worst, key=worst.get)
-    assert worst[name] <= tolerance, (name, worst[name])
+    name, error = worst(mesh, dtype)
+    assert error <= tolerance, name
 
 
-def test_overflowing_experts_lose_nothing():
-    """With a bias that sends every token to the same four experts the mesh still agrees with one device."""
-    found, _ = one_step("fsdp2_expert2_tensor2", "float64", 10.0)
-    expected, _ = one_step("one", "float64", 10.0)
-    worst = errors(found, expected)
-    assert max(worst.values()) <= 1e-9
-    moments = expected[1].opt_state[1][0].mu
-    gradient = moments["segment_1"]["layer_0"]["block_sparse_moe"]["experts"]["w1"]
-    used = np.any(gradient != 0, axis=(0, 2, 3))
-    np.testing.assert_array_equal(used, np.arange(16) >= 12)
+@pytest.mark.parametrize("routing", list(ROUTINGS)[1:])
+@pytest.mark.parametrize("mesh", [name for name in MESHES if name != "one"])
+def test_overflowing_and_idle_experts_lose_nothing(mesh, routing):
+    name, error = worst(mesh, "float64", routing)
+    assert error <= 1e-9, name
+    gradient = one_step("one", "float64", routing)[0][1].opt_state[1][0].mu["segment_1"]["layer_0"]
+    used = np.any(gradient["block_sparse_moe"]["experts"]["w1"] != 0, axis=(0, 2, 3))
+    np.testing.assert_array_equal(used, np.arange(16) >= (12 if routing == "all to four experts" else 4))
+
+
+@pytest.mark.parametrize("removed, mesh", [("psum", "data2_expert4"), ("all_gather", "context8")])
+def test_without_a_collective_it_differs(removed, mesh, monkeypatch):
+    """Taken out in turn: the sum of the routers' statistics over devices, and the gathering of KDA's summaries.
+
+    (`all_to_all` and further rounds: tests/ops/test_exchange.py; the convolution's halo: tests/ops/test_kda_context.py.)
+    """
+    if removed == "psum":
+        monkeypatch.setattr(moe.lax, "psum", lambda x, axes: x)
+    else:
+        apart = lambda x, axis: jax.tree.map(lambda x: jnp.zeros((jax.lax.axis_size(axis), *x.shape), x.dtype), x)  # noqa: E731
+        monkeypatch.setattr(kda_context.lax, "all_gather", apart)
+    (loss, new), _ = stepper.__wrapped__(mesh, "float32")("as it comes")
+    found = errors((loss, new), one_step("one", "float32")[0])
+    assert max(found.values()) > 1e-2
 
 
 @pytest.mark.parametrize("capacity_drop, lost", [(True, 4 * (256 - 88)), (False, 0)])

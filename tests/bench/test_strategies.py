@@ -54,11 +54,13 @@ def test_report(report, config, tmp_path):
 
 
 def test_experts_exchange_their_rows(report, config):
-    """Their inputs go out, outputs come back, and the gradients of both, each a capacity for every expert."""
-    model, capacity = config.model, 8 * 16 // 8  # so few tokens that all of a device fit
-    once = capacity * model.num_experts * model.latent_size * 4 * 3 // 4
+    """Their inputs go out, outputs come back, and the gradients of both, with room for each of four devices."""
+    rows = 24  # to a device: of 16 tokens with two experts each it needs 8, and three sigma are 8.5
+    once = 4 * rows * config.model.latent_size * 4 * 3 // 4
     sent = {name: report["strategies"][name]["sent_bytes"]["all-to-all"] for name in ("ep", "fsdp")}
-    assert 4 * once <= sent["ep"] < 8 * once and sent["fsdp"] < once
+    numbers = 4 * rows * 4 * 3 // 4  # of the rows' experts
+    # What XLA moves by itself is not counted here.
+    assert 4 * once + numbers <= sent["ep"] < 8 * once and sent["fsdp"] < once
 
 
 def test_text(report):

@@ -1,10 +1,5 @@
 """KDA compiled for TPUs by the real compiler, ahead of time and without one: the chunked form and tokamax's kernel."""
 
-import importlib.util
-import os
-import subprocess
-import sys
-
 import pytest
 
 from k3jax.ops import kda_tokamax
@@ -38,25 +33,11 @@ def loss(x):
 text = jax.jit(jax.grad(loss)).lower(inputs).compile().as_text()
 print("kernels", text.count("tpu_custom_call"), "products", text.count("convolution(") + text.count(" dot("))
 """
-ENVIRONMENT = {
-    "JAX_PLATFORMS": "cpu",
-    "TPU_SKIP_MDS_QUERY": "1",
-    "TPU_ACCELERATOR_TYPE": "v6e-4",
-    "TPU_WORKER_HOSTNAMES": "localhost",
-    "TPU_WORKER_ID": "0",
-    "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
-}
 
 
-@pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="the TPU compiler is not installed")
 @pytest.mark.parametrize("impl", ["chunked", "tokamax"])
-def test_compiles_for_tpus(impl):
+def test_compiles_for_tpus(impl, compiled_for_tpus):
     if impl == "tokamax" and not kda_tokamax.installed():
         pytest.skip("the tokamax library is not installed")
-    environment = {**os.environ, **ENVIRONMENT, "PYTHONPATH": os.pathsep.join(sys.path)}
-    run = subprocess.run(
-        [sys.executable, "-c", PROGRAM, impl], env=environment, capture_output=True, text=True, timeout=300
-    )
-    assert run.returncode == 0, run.stderr
-    _, kernels, _, products = run.stdout.split()
+    _, kernels, _, products = compiled_for_tpus(PROGRAM, impl)
     assert int(kernels) > 0 if impl == "tokamax" else int(kernels) == 0 and int(products) > 20
