@@ -85,6 +85,11 @@ def ways(name: str, mesh) -> int:
     return 1 if mesh is None else math.prod(mesh.shape[axis] for axis in RULES[name])
 
 
+def along(name: str, T: int) -> str | None:
+    """`name` for an axis of T tokens; None for a single one, which all devices that hold its row decode."""
+    return name if T > 1 else None
+
+
 def current_mesh():
     """The mesh of the surrounding `jax.set_mesh`, or None: on one device nothing is split."""
     mesh = jax.sharding.get_abstract_mesh()

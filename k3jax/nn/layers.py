@@ -14,7 +14,7 @@ from k3jax.config import ModelConfig
 from k3jax.ops import mx
 from k3jax.ops.experts import Activation
 from k3jax.ops.kda import accumulator
-from k3jax.sharding import constrain, mesh_axes
+from k3jax.sharding import along, constrain, mesh_axes
 
 
 class Policy(NamedTuple):
@@ -109,8 +109,7 @@ class DenseFFN(nn.Module):
         )
         down = weight(self, "down_proj", (D, self.width), ("embed", "mlp"), cfg.initializer_range)
         h = activation(cfg)(project(x, gate), project(x, up))
-        time = "time" if x.shape[1] > 1 else None
-        return project(constrain(h, "batch", time, "mlp"), down)
+        return project(constrain(h, "batch", along("time", x.shape[1]), "mlp"), down)
 
 
 def log_uniform_dt(low: float = 1e-3, high: float = 1e-1):

@@ -15,7 +15,7 @@ from k3jax.ops.conv import short_conv
 from k3jax.ops.kda import accumulator, kda, kda_gate, l2norm
 from k3jax.ops.kda_context import kda_over, short_conv_over
 from k3jax.ops.mla import mla_attention
-from k3jax.sharding import constrain, mesh_axes, on_shards
+from k3jax.sharding import along, constrain, mesh_axes, on_shards
 
 LATENT_EPS = 1e-6  # of the two norms inside MLA; every other norm has the config's
 
@@ -145,7 +145,7 @@ class LatentAttention(nn.Module):
 
 def _time(x: Array, cache: dict | None) -> str | None:
     """The logical axis of T inside a mixer: a cached row stays whole."""
-    return "time" if cache is None and x.shape[1] > 1 else None
+    return along("time", x.shape[1]) if cache is None else None
 
 
 def _attend(context: tuple[str, ...], q, latent, k_rope, w_k, w_v, q_ids, kv_ids, start):

@@ -16,7 +16,7 @@ from k3jax.nn.layers import DenseFFN, Policy, project, rms_norm, weight
 from k3jax.nn.mixers import KimiDeltaAttention, LatentAttention
 from k3jax.nn.moe import LatentMoE
 from k3jax.ops.attnres import attnres_mix
-from k3jax.sharding import constrain, current_mesh, ways
+from k3jax.sharding import along, constrain, current_mesh, ways
 
 
 @flax.struct.dataclass
@@ -53,7 +53,7 @@ class Layer(nn.Module):
         cfg, policy = self.cfg, self.policy
         eps = cfg.rms_norm_eps
         norm = lambda name: weight(self, name, (cfg.hidden_size,), (None,))  # noqa: E731
-        seq = "seq" if sources.shape[2] > 1 else None
+        seq = along("seq", sources.shape[2])
 
         def read(name):
             if not cfg.attn_res_block_size:
@@ -197,7 +197,7 @@ class K3(nn.Module):
             present = jax.lax.dynamic_update_slice_in_dim(cache.present, attention_ids, start, axis=1)
         inputs = {"ids": ids, "attention_ids": attention_ids, "start": start, "present": present}
 
-        seq = "seq" if T > 1 else None
+        seq = along("seq", T)
         x = constrain(jnp.take(self.embed_tokens, tokens, axis=0), "batch", seq, None)
         sources = jnp.zeros((cfg.num_attn_res_blocks + 1, *x.shape), x.dtype).at[0].set(x)
         carry = (constrain(sources, None, "batch", seq, None), jnp.zeros((), jnp.int32))
@@ -222,8 +222,7 @@ class K3(nn.Module):
     def unembed(self, hidden: Array) -> Array:
         """lm_head(RMSNorm(hidden)): [..., T, D] -> [..., T, vocab]."""
         normed = rms_norm(hidden, self.norm, self.cfg.rms_norm_eps)
-        time = "time" if hidden.shape[1] > 1 else None
-        return constrain(project(normed, self.lm_head), "batch", time, "vocab")
+        return constrain(project(normed, self.lm_head), "batch", along("time", hidden.shape[1]), "vocab")
 
 
 def init_variables(model: K3, key: Array):

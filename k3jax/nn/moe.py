@@ -16,7 +16,7 @@ from k3jax.ops import mx
 from k3jax.ops.experts import Unit, apply_experts
 from k3jax.ops.kda import accumulator
 from k3jax.ops.router import expert_load, quantile_histogram, route
-from k3jax.sharding import constrain, mesh_axes, on_shards
+from k3jax.sharding import along, constrain, mesh_axes, on_shards
 
 
 @flax.struct.dataclass
@@ -80,7 +80,7 @@ class LatentMoE(nn.Module):
             z = project(x, w)
         if policy.mxfp8_inputs:
             z = mx.fake_quant(z, "mxfp8")
-        seq = "seq" if x.shape[1] > 1 else None  # one token a row is decoded by every device that holds the row
+        seq = along("seq", x.shape[1])
         z = constrain(z, "batch", seq, None)
         u, stats = _routed(cfg, policy, x, z, valid, gate, bias.astype(accumulator(policy.dtype)), experts, seq)
         if cfg.latent_moe_use_norm:

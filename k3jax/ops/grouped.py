@@ -165,6 +165,7 @@ def _window(rows, at, size):
 def _write(rows, block, at):
     return lax.dynamic_update_slice_in_dim(rows, block.astype(rows.dtype), at, 0)
 
+
 # ---- with ragged_dot ---------------------------------------------------------------------------------------
 
 # Rows [m,i] in groups, with one matrix [o,i] a group.
