@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import flax
 import flax.linen as nn
@@ -15,7 +15,7 @@ from k3jax.config import LayerKind, ModelConfig
 from k3jax.nn.layers import DenseFFN, Policy, project, rms_norm, weight
 from k3jax.nn.mixers import KimiDeltaAttention, LatentAttention
 from k3jax.nn.moe import LatentMoE
-from k3jax.ops.attnres import attnres_mix
+from k3jax.ops.attnres import attnres_mix, keep_depth, read_depth
 from k3jax.sharding import along, constrain, current_mesh, ways
 
 
@@ -36,12 +36,20 @@ class Output:
     router: dict[str, Any]
 
 
+class Depth(NamedTuple):
+    """The residual state: `sources` [N,B,T,D], of which slots below `count` are finished blocks and slot `count` is the
+    running sum. Starting a block is adding one to the count, for the next slot is still zero. Plain residuals have one
+    slot. `tape`: see `read_depth`."""
+
+    sources: Array
+    tape: Array
+    count: Array
+
+
 class Layer(nn.Module):
     """One decoder layer: two sublayers that each read a mixture of the finished blocks and the running sum.
 
-    The residual state is `sources` [N,B,T,D] and a count: slots below the count are finished blocks, slot `count` is the
-    running sum. Starting a block is adding one to the count, for the next slot is still zero. Plain residuals have one
-    slot and no mixture.
+    Plain residuals have no mixture.
     """
 
     cfg: ModelConfig
@@ -49,23 +57,25 @@ class Layer(nn.Module):
     kind: LayerKind
 
     @nn.compact
-    def __call__(self, sources: Array, count: Array, starts_block: Array, inputs: dict, cache: dict | None):
+    def __call__(self, depth: Depth, starts_block: Array, inputs: dict, cache: dict | None):
         cfg, policy = self.cfg, self.policy
+        sources, tape, count = depth
         eps = cfg.rms_norm_eps
         norm = lambda name: weight(self, name, (cfg.hidden_size,), (None,))  # noqa: E731
         seq = along("seq", sources.shape[2])
 
         def read(name):
             if not cfg.attn_res_block_size:
-                return sources[0]
+                return sources[0], sources, tape
             query = weight(self, f"{name}_res_proj", (cfg.hidden_size,), (None,), std=0.0)
-            return attnres_mix(sources, count, query, norm(f"{name}_res_norm"), eps)
+            return read_depth(sources, tape, count, query, norm(f"{name}_res_norm"), eps)
 
         def add(y):
             y = constrain(y, "batch", seq, None)
             return sources.at[count].add(y) if cfg.attn_res_block_size else sources + y[None]
 
-        h = rms_norm(read("self_attention"), norm("input_layernorm"), eps)
+        h, sources, tape = read("self_attention")
+        h = rms_norm(h, norm("input_layernorm"), eps)
         count = jnp.where(starts_block, count + 1, count) if cfg.attn_res_block_size else count
         if self.kind.mixer == "kda":
             mixer = KimiDeltaAttention(cfg, policy, name="self_attn")
@@ -75,7 +85,8 @@ class Layer(nn.Module):
             y, cache = mixer(h, inputs["attention_ids"], cache, inputs["start"], inputs["present"])
         sources = add(y)
 
-        h = rms_norm(read("mlp"), norm("post_attention_layernorm"), eps)
+        h, sources, tape = read("mlp")
+        h = rms_norm(h, norm("post_attention_layernorm"), eps)
         stats = None
         if self.kind.ffn == "moe":
             y, stats = LatentMoE(cfg, policy, name="block_sparse_moe")(h, inputs["attention_ids"] > 0)
@@ -84,7 +95,7 @@ class Layer(nn.Module):
         sources = add(y)
         prefix = sources[count] if cfg.attn_res_block_size else sources[0]
         self.sow("intermediates", "prefix_sum", prefix)
-        return sources, count, cache, stats
+        return Depth(sources, tape, count), cache, stats
 
 
 class Unit(nn.Module):
@@ -95,18 +106,17 @@ class Unit(nn.Module):
     kinds: tuple[LayerKind, ...]
 
     @nn.compact
-    def __call__(self, carry, first_layer: Array, cache: dict | None, inputs: dict):
-        sources, count = carry
+    def __call__(self, depth: Depth, first_layer: Array, cache: dict | None, inputs: dict):
         new_cache, stats = {}, {}
         for j, kind in enumerate(self.kinds):
             index = first_layer + j
             starts = index % (self.cfg.attn_res_block_size or 1) == 0
             name = f"layer_{j}"
             layer = Layer(self.cfg, self.policy, kind, name=name)
-            sources, count, new_cache[name], layer_stats = layer(sources, count, starts, inputs, cache and cache[name])
+            depth, new_cache[name], layer_stats = layer(depth, starts, inputs, cache and cache[name])
             if layer_stats is not None:
                 stats[name] = {"block_sparse_moe": layer_stats}
-        return (sources, count), (new_cache, stats)
+        return depth, (new_cache, stats)
 
 
 class K3(nn.Module):
@@ -200,20 +210,21 @@ class K3(nn.Module):
         seq = along("seq", T)
         x = constrain(jnp.take(self.embed_tokens, tokens, axis=0), "batch", seq, None)
         sources = jnp.zeros((cfg.num_attn_res_blocks + 1, *x.shape), x.dtype).at[0].set(x)
-        carry = (constrain(sources, None, "batch", seq, None), jnp.zeros((), jnp.int32))
+        place = lambda x: constrain(x, None, "batch", seq, None)  # noqa: E731
+        depth = Depth(place(sources), place(jnp.zeros_like(sources)), jnp.zeros((), jnp.int32))
         layers, router, first = {}, {}, 0
         for s, (unit, repeats) in enumerate(cfg.segments):
             name = f"segment_{s}"
             indices = first + len(unit) * jnp.arange(repeats, dtype=jnp.int32)
-            carry, (layers[name], stats) = getattr(self, name)(carry, indices, cache and cache.layers[name], inputs)
+            depth, (layers[name], stats) = getattr(self, name)(depth, indices, cache and cache.layers[name], inputs)
             if stats:
                 router[name] = stats
             first += len(unit) * repeats
-        sources, count = carry
-        hidden = sources[0]
+        hidden = depth.sources[0]
         if cfg.attn_res_block_size:
+            sources = keep_depth(depth.sources, depth.tape)
             hidden = attnres_mix(
-                sources, count, self.output_attn_res_proj, self.output_attn_res_norm, cfg.rms_norm_eps
+                sources, depth.count, self.output_attn_res_proj, self.output_attn_res_norm, cfg.rms_norm_eps
             )
         if cache is not None:
             cache = Cache(start + T, present, layers)

@@ -1,5 +1,7 @@
 """Attention Residuals: a sublayer reads a learned mixture over depth (report Eq. 8-10)."""
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 from jax import Array, lax
@@ -31,3 +33,47 @@ def attnres_mix(sources: Array, count: Array, query: Array, norm: Array, eps: fl
     present = (jnp.arange(v.shape[0], dtype=jnp.int32) <= count)[:, None, None]
     weights = jax.nn.softmax(jnp.where(present, scores, -jnp.inf), axis=0)
     return jnp.einsum("nbt,nbtd->btd", weights, v).astype(sources.dtype)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(5,))
+def read_depth(
+    sources: Array, tape: Array, count: Array, query: Array, norm: Array, eps: float
+) -> tuple[Array, Array, Array]:
+    """`attnres_mix(sources, count, query, norm, eps)`, sources and tape, keeping for the backward pass no more of the
+    sources than the running sum, as a plain residual would.
+
+    Finished blocks never change, so after the last read the sources still hold what every read saw, but for the running
+    sums. `keep_depth` stands there and sends them back as the "gradient" of `tape`, an array of zeros like the sources that
+    passes through all reads; each read puts its running sum in. Every result must be used further on in this order.
+
+    Example:
+        >>> h, sources, tape = read_depth(sources, tape, count, query, norm, 1e-5)
+        >>> sources = keep_depth(sources, tape)   # after the last read
+    """
+    return attnres_mix(sources, count, query, norm, eps), sources, tape
+
+
+def _read_forward(sources, tape, count, query, norm, eps):
+    running = lax.dynamic_index_in_dim(sources, count, 0, keepdims=False)
+    return read_depth(sources, tape, count, query, norm, eps), (running, count, query, norm)
+
+
+def _read_backward(eps, kept, cotangents):
+    running, count, query, norm = kept
+    d_mix, d_sources, values = cotangents
+    values = lax.dynamic_update_index_in_dim(values, running, count, 0)
+    _, pull = jax.vjp(lambda *x: attnres_mix(x[0], count, *x[1:], eps), values, query, norm)
+    d_values, d_query, d_norm = pull(d_mix)
+    return d_sources + d_values, values, None, d_query, d_norm
+
+
+read_depth.defvjp(_read_forward, _read_backward)
+
+
+@jax.custom_vjp
+def keep_depth(sources: Array, tape: Array) -> Array:
+    """The sources, which the backward pass hands to every `read_depth` before."""
+    return sources
+
+
+keep_depth.defvjp(lambda sources, tape: (sources, sources), lambda sources, d: (d, sources))

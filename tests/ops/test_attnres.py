@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from k3jax.ops.attnres import attnres_mix
+from k3jax.ops.attnres import attnres_mix, keep_depth, read_depth
 
 EPS = 1e-5
 
@@ -73,3 +73,50 @@ def test_softmax_is_in_float32():
     exact = plain(*(x.astype(jnp.float64) for x in narrow))
     # One rounding to bfloat16 at the end; scores of bfloat16 products would be off by far more.
     np.testing.assert_allclose(np.asarray(mixed, np.float64), exact, rtol=2**-8, atol=1e-6)
+
+
+# ---- a stack of reads that keeps only running sums -----------------------------------------------------------
+
+
+def stack(read, end, x, queries, norms):
+    """Six sublayers in blocks of two over three blocks, each adding a function of what it reads."""
+    sources = jnp.zeros((4, *x.shape)).at[0].set(x)
+    tape, count = jnp.zeros_like(sources), jnp.zeros((), jnp.int32)
+    for i in range(6):
+        h, sources, tape = read(sources, tape, count, queries[i], norms[i], EPS)
+        count = count + int(i % 2 == 0)
+        sources = sources.at[count].add(jnp.sin(h) * (i + 1))
+    return attnres_mix(end(sources, tape), count, queries[6], norms[6], EPS)
+
+
+def plainly(*arguments):
+    read = lambda sources, tape, *rest: (attnres_mix(sources, *rest), sources, tape)  # noqa: E731
+    return stack(read, lambda sources, tape: sources, *arguments)
+
+
+def kept(*arguments):
+    return stack(read_depth, keep_depth, *arguments)
+
+
+ARGUMENTS = draw(15, 2, 3, 8), draw(16, 7, 8), draw(17, 7, 8)
+
+
+def test_a_stack_that_keeps_running_sums():
+    cotangent = draw(18, 2, 3, 8)
+
+    def both(form):
+        y, pull = jax.vjp(form, *ARGUMENTS)
+        return y, *pull(cotangent)
+
+    for found, expected in zip(jax.jit(both, static_argnums=0)(kept), jax.jit(both, static_argnums=0)(plainly), strict=True):
+        np.testing.assert_allclose(found, expected, rtol=1e-13, atol=1e-13)
+
+
+def test_what_a_stack_keeps():
+    def saved(form):
+        leaves = jax.tree.leaves(jax.eval_shape(lambda *a: jax.vjp(form, *a)[1], *ARGUMENTS))
+        return sum(leaf.shape == (4, 2, 3, 8) for leaf in leaves), sum(leaf.shape == (2, 3, 8) for leaf in leaves)
+
+    assert saved(plainly)[0] >= 7  # of four slots each: one at least for every read
+    whole, slots = saved(kept)
+    assert whole <= 3 and slots <= 12  # all slots once, at the end, with what the last mixture keeps
