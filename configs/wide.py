@@ -1,7 +1,7 @@
 """Kimi K3 at a width where matrix products dominate, to time: eight layers of 2048 in blocks of two, 4 experts.
 
 Command: python -m k3jax bench step --config configs/wide.py
-Time: ten minutes on 2 CPU cores, 14 GB of memory. Result: see the README.
+Time: six minutes on 2 CPU cores, 15 GB of memory. Result: 77 % of the rate of a matrix product (JAX 0.12).
 """
 
 from k3jax.config import ModelConfig
