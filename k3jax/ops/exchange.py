@@ -112,8 +112,7 @@ def _ragged_round(local, axes, x, weights, experts, pairs, base, size):
     (n, L), k = x.shape, weights.shape[1]
     counts, here, rows_to, leaves, arrives = _traffic(axes, pairs)
     E = counts.shape[2]
-    there = jnp.arange(n * k, dtype=jnp.int32) < jnp.sum(pairs.counts, dtype=jnp.int32)
-    pair, slot = jnp.where(there, pairs.order, n * k), pairs.slots((n, k))
+    pair, slot = pairs.in_order(), pairs.slots((n, k))
 
     clipped = lambda at: jnp.clip(at, base, base + size)  # noqa: E731
     sizes = clipped(arrives + rows_to) - clipped(arrives)

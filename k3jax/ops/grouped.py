@@ -35,6 +35,12 @@ class Pairs(NamedTuple):
     counts: Array
     first: Array
 
+    def in_order(self) -> Array:
+        """[nk]: `order`, with nk for those that have no token."""
+        nk = self.order.size
+        there = jnp.arange(nk, dtype=jnp.int32) < jnp.sum(self.counts, dtype=jnp.int32)
+        return jnp.where(there, self.order, nk)
+
     def slots(self, shape: tuple[int, int]) -> Array:
         """[n,k]: the row of every pair among all in order; far beyond the last where there is no token."""
         return jnp.where(self.expert < self.counts.size, self.position, 2**30).reshape(shape)
@@ -136,8 +142,7 @@ def _rows(weights, pairs):
     least, most = BLOCKS
     size = min(max(n * k // (4 * pairs.counts.size), least), most, n)
     size += -size % 8
-    row = jnp.arange(n * k + size, dtype=jnp.int32)
-    pair = jnp.where(row < jnp.sum(pairs.counts, dtype=jnp.int32), jnp.pad(pairs.order, (0, size)), n * k)
+    pair = jnp.pad(pairs.in_order(), (0, size), constant_values=n * k)
     return size, pair // k, jnp.take(weights.reshape(-1), pair, mode="fill", fill_value=0)
 
 
@@ -174,14 +179,12 @@ _GROUPED = lax.RaggedDotDimensionNumbers((((1,), (2,)), ((), ())), lhs_ragged_di
 
 def ragged_dots(unit: Callable[[Array, Array], Array], x: Array, weights: Array, experts, pairs: Pairs) -> Array:
     """As `blocks`."""
-    nk = pairs.order.size
-    there = jnp.arange(nk, dtype=jnp.int32) < jnp.sum(pairs.counts, dtype=jnp.int32)
-    pair, slot = jnp.where(there, pairs.order, nk), pairs.slots(weights.shape)
+    pair, slot = pairs.in_order(), pairs.slots(weights.shape)
     product = lambda rows, w: lax.ragged_dot_general(rows, w, pairs.counts, _GROUPED)  # noqa: E731
     w1, w3, w2 = experts
     rows = to_rows(x, pair, slot)
     out = product(unit(product(rows, w1), product(rows, w3)), w2)
-    return to_tokens(jnp.where(there[:, None], out, 0), weights, pair, slot)
+    return to_tokens(jnp.where((pair < pair.size)[:, None], out, 0), weights, pair, slot)
 
 
 # ---- moving rows: each is the other's derivative, so that none scatters ------------------------------------
