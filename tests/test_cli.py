@@ -20,6 +20,7 @@ import k3jax.bench
 import k3jax.hf
 import k3jax.train
 from k3jax import cli, run_config, runtime
+from k3jax.cli.bench import BenchKda
 from k3jax.config import ModelConfig, VisionConfig
 from k3jax.run_config import (
     DataConfig,
@@ -222,7 +223,7 @@ def benchmark(calls, monkeypatch):
 def test_bench_prints_and_writes_without_the_cache(benchmark, calls, capsys, tmp_path):
     out = str(tmp_path / "kda.json")
     assert cli.main(["bench", "kda", "--heads", "3", "--dtype", "bfloat16", "--out", out]) == 0
-    assert calls == [cli.BenchKda(heads=3, dtype="bfloat16", out=out)]
+    assert calls == [BenchKda(heads=3, dtype="bfloat16", out=out)]
     assert capsys.readouterr().out == "a table of 3\n"
     assert json.loads(Path(out).read_text()) == {"heads": 3}
     assert not jax.config.jax_enable_compilation_cache

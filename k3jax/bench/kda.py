@@ -24,7 +24,7 @@ from k3jax.ops import kda, kda_gate, kda_tokamax
 from k3jax.ops.kda_tiles import CHUNK, TILE
 
 if TYPE_CHECKING:
-    from k3jax.cli import BenchKda
+    from k3jax.cli.bench import BenchKda
 
 BOUND = -5.0
 FORWARD, BOTH = "forward", "forward + backward"

@@ -19,7 +19,7 @@ from k3jax.ops.experts import IMPLS, Activation, Unit, apply_experts, experts_re
 from k3jax.ops.router import route
 
 if TYPE_CHECKING:
-    from k3jax.cli import BenchMoe
+    from k3jax.cli.bench import BenchMoe
 
 UNIT = Unit(Activation("situ"))
 TOLERANCE = 1e-4

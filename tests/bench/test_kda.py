@@ -12,7 +12,7 @@ import pytest
 
 from k3jax.bench import kda as bench
 from k3jax.bench.timing import write_json
-from k3jax.cli import BenchKda
+from k3jax.cli.bench import BenchKda
 from k3jax.ops import kda, kda_tokamax
 
 OPTIONS = BenchKda(tokens=32, heads=2, key_dim=8, value_dim=4, repeats=2, long_tokens=64, decode_batch=1)

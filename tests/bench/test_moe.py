@@ -5,7 +5,8 @@ import json
 import pytest
 
 from k3jax.bench import moe
-from k3jax.cli import BenchMoe, main
+from k3jax.cli import main
+from k3jax.cli.bench import BenchMoe
 
 SIZES = {"tokens": 64, "experts": 8, "active": 2, "latent": 32, "width": 32, "repeats": 1}
 

@@ -7,7 +7,6 @@ A mistake in what the user gave (a setting, a file, a checkpoint) ends with one 
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import difflib
 import io
 import os
@@ -15,11 +14,13 @@ import re
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Annotated, Literal
 
 import tyro
 from tyro.conf import Positional, subcommand
+
+from k3jax.cli.bench import Bench, BenchStep, BenchStrategies
+from k3jax.cli.options import check
 
 
 @dataclass(frozen=True)
@@ -71,7 +72,7 @@ class Generate:
     """Round expert inputs to MXFP8, as quantisation-aware training does."""
 
     def run(self) -> None:
-        _check(
+        check(
             ("max-tokens", self.max_tokens, self.max_tokens >= 1, "at least 1"),
             ("temperature", self.temperature, self.temperature >= 0, "0 or more"),
             ("top-k", self.top_k, self.top_k >= 0, "0 or more"),
@@ -145,189 +146,6 @@ class Convert:
 
 
 @dataclass(frozen=True)
-class BenchKda:
-    """Compare the implementations of Kimi Delta Attention: correctness, time, memory."""
-
-    tokens: int = 2048
-    """Tokens of a row, a multiple of 64."""
-    heads: int = 4
-    """Heads."""
-    batch: int = 1
-    """Rows."""
-    key_dim: int = 128
-    """Size of a query and key."""
-    value_dim: int = 128
-    """Size of a value."""
-    dtype: Literal["float32", "bfloat16"] = "float32"
-    """Of queries, keys and values."""
-    repeats: int = 9
-    """Rounds; each times every implementation once."""
-    long_tokens: int = 16384
-    """Tokens that the growth of time and memory is measured to, a multiple of 64; 0 leaves it out."""
-    decode_batch: int = 16
-    """Rows of a decode step, 96 heads each; 0 leaves it out."""
-    out: str | None = None
-    """JSON file to write."""
-
-    def run(self) -> None:
-        tokens, long, folder = self.tokens, self.long_tokens, Path(self.out or "").parent
-        _check(
-            ("tokens", tokens, tokens > 0 and tokens % 64 == 0, "a positive multiple of 64"),
-            ("heads", self.heads, self.heads >= 1, "at least 1"),
-            ("batch", self.batch, self.batch >= 1, "at least 1"),
-            ("key-dim", self.key_dim, self.key_dim >= 1, "at least 1"),
-            ("value-dim", self.value_dim, self.value_dim >= 1, "at least 1"),
-            ("repeats", self.repeats, self.repeats >= 1, "at least 1"),
-            ("long-tokens", long, long >= 0 and long % 64 == 0, "a multiple of 64, or 0"),
-            ("decode-batch", self.decode_batch, self.decode_batch >= 0, "0 or more"),
-            ("out", self.out, folder.is_dir(), f"in a folder that exists, {folder} does not"),
-        )
-        _compile_anew()
-        from k3jax.bench import kda
-
-        _hand_over(kda, kda.run(self), self.out)
-
-
-@dataclass(frozen=True)
-class BenchMoe:
-    """Compare a routed layer with every expert on every token, and with the experts' products alone."""
-
-    tokens: int = 4096
-    """Tokens."""
-    experts: int = 64
-    """Experts."""
-    active: int = 8
-    """Experts a token."""
-    latent: int = 512
-    """Width the experts act on."""
-    width: int = 512
-    """Hidden units of an expert."""
-    repeats: int = 3
-    """Rounds; each times every form."""
-    out: str | None = None
-    """JSON file to write."""
-
-    def run(self) -> None:
-        folder = Path(self.out or "").parent
-        even = self.tokens * self.active % max(self.experts, 1) == 0
-        _check(
-            *((name, getattr(self, name), getattr(self, name) >= 1, "at least 1") for name in ("experts", "latent")),
-            ("width", self.width, self.width >= 1, "at least 1"),
-            ("active", self.active, 1 <= self.active < self.experts, f"from 1 to {self.experts - 1}, fewer than experts"),
-            ("tokens", self.tokens, self.tokens >= 1 and even, "such that tokens * active is a multiple of experts"),
-            ("repeats", self.repeats, self.repeats >= 1, "at least 1"),
-            ("out", self.out, folder.is_dir(), f"in a folder that exists, {folder} does not"),
-        )
-        from k3jax.bench import moe
-
-        _hand_over(moe, moe.run(self), self.out)
-
-
-@dataclass(frozen=True)
-class BenchStep:
-    """Time training and decoding steps on one device: beside matrix products, and beside plain residuals.
-
-    Settings of the file are changed as key=value: python -m k3jax bench step data.seq_len=256
-    """
-
-    config: str = "configs/midsize.py"
-    """Python file that defines `config`, a k3jax.run_config.RunConfig. Its data and mesh do not matter."""
-    repeats: int = 3
-    """Rounds."""
-    decode_batch: int = 16
-    """Rows of a decoding step; 0 leaves it out."""
-    out: str | None = None
-    """JSON file to write."""
-
-    def run(self, overrides: Sequence[str] = ()) -> None:
-        folder = Path(self.out or "").parent
-        _check(
-            ("repeats", self.repeats, self.repeats >= 1, "at least 1"),
-            ("decode-batch", self.decode_batch, self.decode_batch >= 0, "0 or more"),
-            ("out", self.out, folder.is_dir(), f"in a folder that exists, {folder} does not"),
-        )
-        from k3jax import run_config
-
-        config = run_config.apply_overrides(run_config.load_config(self.config), overrides)
-        dataclasses.replace(config, mesh=run_config.MeshConfig(), cpu_devices=0).validate()
-        _compile_anew()
-        from k3jax.bench import step
-
-        _hand_over(step, step.run(config, self.repeats, self.decode_batch), self.out)
-
-
-@dataclass(frozen=True)
-class BenchStrategies:
-    """Compare sharding strategies: step time, memory, what every collective moves.
-
-    Settings of the file are changed as key=value: python -m k3jax bench strategies data.seq_len=256
-    """
-
-    config: str = "configs/quickstart.py"
-    """Python file that defines `config`, a k3jax.run_config.RunConfig. Its mesh does not matter."""
-    strategies: str = ""
-    """Strategies, separated by commas; all of configs/strategies if empty."""
-    steps: int = 5
-    """Rounds; each times every strategy."""
-    out: str | None = None
-    """JSON file to write."""
-
-    def run(self, overrides: Sequence[str] = ()) -> None:
-        folder = Path(self.out or "").parent
-        _check(
-            ("steps", self.steps, self.steps >= 1, "at least 1"),
-            ("out", self.out, folder.is_dir(), f"in a folder that exists, {folder} does not"),
-        )
-        from k3jax import run_config, runtime
-
-        config = run_config.apply_overrides(run_config.load_config(self.config), overrides)
-        names = self.strategies.split(",") if self.strategies else run_config.strategy_names()
-        meshes = {name: run_config.load_strategy(name) for name in names}
-        if config.processes.count > 1:
-            raise ValueError(f"processes.count={config.processes.count}: must be 1 in a benchmark")
-        dataclasses.replace(config, mesh=run_config.MeshConfig(), cpu_devices=0).validate()
-        runtime.setup(config.cpu_devices)
-        _compile_anew()
-        from k3jax.bench import strategies
-
-        _hand_over(strategies, strategies.run(config, meshes, self.steps), self.out)
-
-
-def _compile_anew() -> None:
-    import jax
-
-    # A program read from the cache would seem to compile at once.
-    jax.config.update("jax_enable_compilation_cache", False)
-
-
-def _hand_over(bench, report, out: str | None) -> None:
-    """Prints a benchmark's report, writes it, and complains of what is wrong in it."""
-    from k3jax.bench import timing
-
-    print(bench.text(report), flush=True)
-    if out:
-        timing.write_json(out, report)
-    if wrong := bench.wrong(report):
-        raise ValueError("; ".join(wrong))
-
-
-@dataclass(frozen=True)
-class Bench:
-    """Measure this machine's speed."""
-
-    subject: (
-        Annotated[BenchKda, subcommand("kda")]
-        | Annotated[BenchMoe, subcommand("moe")]
-        | Annotated[BenchStep, subcommand("step")]
-        | Annotated[BenchStrategies, subcommand("strategies")]
-    )
-    """What to measure."""
-
-    def run(self, *rest) -> None:
-        self.subject.run(*rest)
-
-
-@dataclass(frozen=True)
 class Inspect:
     """Say what a configuration or checkpoint holds."""
 
@@ -376,13 +194,6 @@ def main(argv: Sequence[str] | None = None) -> int:
             raise
         print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
         return 2
-
-
-def _check(*options: tuple[str, object, bool, str]) -> None:
-    """(name, value, whether it fits, what fits) of each option."""
-    for name, value, fits, right in options:
-        if not fits:
-            raise ValueError(f"--{name} {value}: must be {right}")
 
 
 def _parse(argv: list[str]):
