@@ -234,6 +234,31 @@ def test_scanned_segments_are_the_unrolled_layers(monkeypatch):
 # ---- number formats --------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("block_size", [4, None], ids=["attention residuals", "plain residuals"])
+def test_remat(block_size):
+    """The same gradients from no more than one [B,T,D] a layer."""
+    cfg = dataclasses.replace(DEEP, attn_res_block_size=block_size)
+    variables, (B, T) = random_variables(cfg), (2, 12)
+    tokens, segment_ids = tokens_of(3, B, T), jnp.asarray([[1] * 5 + [2] * 7, [1] * 9 + [0] * 3])
+    weights = jnp.asarray(np.random.default_rng(4).normal(size=(B, T, cfg.hidden_size)))
+    weights = jnp.where(segment_ids[..., None] > 0, weights, 0)
+
+    def hidden(params, remat):
+        model = K3(cfg, dtype=jnp.float64, param_dtype=jnp.float64, remat=remat)
+        return model.apply(variables | {"params": params}, tokens, segment_ids=segment_ids).hidden
+
+    def gradients(remat):
+        loss = lambda params: jnp.vdot(weights, hidden(params, remat))  # noqa: E731
+        return jax.jit(jax.value_and_grad(loss))(variables["params"])
+
+    jax.tree.map(close, gradients(True), gradients(False))
+    kept = jax.eval_shape(lambda params: jax.vjp(lambda p: hidden(p, True), params)[1], variables["params"])
+    known = [leaf.shape for leaf in jax.tree.leaves(variables)]
+    wide = sum(leaf.size // (B * T * cfg.hidden_size) for leaf in jax.tree.leaves(kept) if leaf.shape not in known)
+    # Beside a running sum for every layer: the finished blocks, at the end, and what the last mixture and head take.
+    assert cfg.num_hidden_layers <= wide <= cfg.num_hidden_layers + 2 * cfg.num_attn_res_blocks + 4
+
+
 def test_a_qat_model_is_its_packed_export_bit_for_bit(tmp_path):
     _, variables, apply = tiny("float32", experts="qat", mxfp8_inputs=True)
     save_hf(tmp_path / "export", TINY, variables)
