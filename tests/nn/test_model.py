@@ -234,10 +234,10 @@ def test_scanned_segments_are_the_unrolled_layers(monkeypatch):
 # ---- number formats --------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("block_size", [4, None], ids=["attention residuals", "plain residuals"])
+@pytest.mark.parametrize("block_size", [2, None], ids=["attention residuals", "plain residuals"])
 def test_remat(block_size):
     """The same gradients from no more than one [B,T,D] a layer."""
-    cfg = dataclasses.replace(DEEP, attn_res_block_size=block_size)
+    cfg = dataclasses.replace(TINY, attn_res_block_size=block_size)
     variables, (B, T) = random_variables(cfg), (2, 12)
     tokens, segment_ids = tokens_of(3, B, T), jnp.asarray([[1] * 5 + [2] * 7, [1] * 9 + [0] * 3])
     weights = jnp.asarray(np.random.default_rng(4).normal(size=(B, T, cfg.hidden_size)))
