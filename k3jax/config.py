@@ -64,6 +64,8 @@ class VisionConfig:
                 f"vision_config.qkv_hidden_size: found {self.qkv_hidden_size}, must be a multiple of "
                 f"4 * vt_num_attention_heads={4 * self.vt_num_attention_heads}"
             )
+        if self.vt_hidden_size % 2:
+            raise ValueError(f"vision_config.vt_hidden_size: found {self.vt_hidden_size}, must be even")
         if self.mm_hidden_size != self.vt_hidden_size:
             raise ValueError(
                 f"vision_config.mm_hidden_size: found {self.mm_hidden_size}, "

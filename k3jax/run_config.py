@@ -230,7 +230,7 @@ class RunConfig:
             ("model.moe_intermediate_size", model.moe_intermediate_size, ("mesh.fsdp",)),
         ]
         if model.vision is not None:
-            multiples.append(("model.vision.vt_hidden_size", model.vision.vt_hidden_size, ("mesh.fsdp", "mesh.tensor")))
+            multiples.append(("model.vision.vt_hidden_size", model.vision.vt_hidden_size, ("mesh.fsdp",)))
         for key, value, factors in multiples:
             product = math.prod(_get(self, factor) for factor in factors)
             if value % product:

@@ -27,7 +27,6 @@ RULES: dict[str, tuple[str, ...]] = {
     "embed": ("fsdp",),
     "experts": ("expert", "tensor"),
     "expert_out": ("fsdp",),
-    "vision": ("fsdp", "tensor"),  # widths of the tower, whose patches, not its few heads, are split over tensor
     "layers": (),
 }
 

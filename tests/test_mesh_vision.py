@@ -119,10 +119,10 @@ def test_keys_of_the_own_device_alone_give_something_else(tiny, monkeypatch):
 def test_the_tower_lies_where_the_table_says(tiny):
     _, placed = gradients(tiny, "fsdp2_context2_tensor2")
     tower = placed["vision_tower"]
-    assert tower["blocks"]["wqkv"] == P(None, None, None, None, ("fsdp", "tensor"))
-    assert tower["blocks"]["fc1"] == P(None, ("fsdp", "tensor"), None)
-    assert tower["pos_emb"] == P(None, None, ("fsdp", "tensor"))
-    assert placed["mm_projector"]["proj_2"] == P(("fsdp", "tensor"), None)
+    assert tower["blocks"]["wqkv"] == P(None, None, None, None, "fsdp")
+    assert tower["blocks"]["fc1"] == P(None, "fsdp", None)
+    assert tower["pos_emb"] == P(None, None, "fsdp")
+    assert placed["mm_projector"]["proj_2"] == P("fsdp", None)
 
 
 def test_images_in_a_row_of_packed_documents_are_those_documents(tiny):

@@ -117,7 +117,7 @@ def generate_text(
     if images and vision is None:
         raise ValueError(f"{checkpoint}: found {len(images)} images, must be none: this model has no vision")
     patches = [preprocess(image, vision) for image in images]
-    prompt_ids = encode_pair(prompt, len(images), vision) if images else ByteTokenizer.encode(prompt)
+    prompt_ids = encode_pair(prompt, len(images), vision) if vision else ByteTokenizer.encode(prompt)
     for token in generate_tokens(model, variables, prompt_ids, max_tokens, temperature, top_k, top_p, seed, patches):
         yield decoder.decode(bytes([token]))
     yield decoder.decode(b"", True)
