@@ -189,7 +189,7 @@ class RunConfig:
             ("data.seq_len", data.seq_len, data.seq_len >= 1, "at least 1"),
             ("data.batch_size", data.batch_size, data.batch_size >= 1, "at least 1"),
             ("data.paths", ",".join(data.paths), not (data.paths and data.pairs), "empty beside data.pairs"),
-            ("data.pairs", ",".join(data.pairs), not data.pairs or model.vision is not None, "empty: the model has no vision"),
+            ("data.pairs", ",".join(data.pairs), model.vision or not data.pairs, "empty: the model has no vision"),
             ("data.held_out", data.held_out, 0 < data.held_out < 1, "between 0 and 1"),
             ("train.steps", train.steps, train.steps >= 1, "at least 1"),
             ("train.learning_rate", train.learning_rate, 0 < train.learning_rate < math.inf, "positive"),

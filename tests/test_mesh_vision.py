@@ -31,7 +31,7 @@ B, T = 8, 32
 
 
 def batch():
-    """Two documents a row, each with an image or a clip of its own size, row 3 with text alone, row 5 with two images in one."""
+    """Two documents a row, each with an image or a clip of its own size; row 3 without, row 5 with two in one."""
     rng = np.random.default_rng(0)
     tokens = rng.integers(0, 250, (B, T)).astype(np.int32)
     ids = np.where(np.arange(T)[None] < 15, 1, 2).repeat(B, 0).astype(np.int32)
@@ -57,7 +57,9 @@ def batch():
 
 @cache
 def model(tiny):
-    cfg = dataclasses.replace(tiny, num_attention_heads=8, kda_num_heads=8, vision=VISION)
+    # One dense layer of latent attention: the rest of the text model is compared in test_mesh.py.
+    text = {"num_hidden_layers": 1, "kda_layers": (), "full_attn_layers": (1,), "num_attention_heads": 8}
+    cfg = dataclasses.replace(tiny, **text, vision=VISION)
     model = k3jax.K3(cfg, jnp.float64, jnp.float64, remat=True)
     return model, jax.device_get(nn.unbox(jax.jit(lambda: init_variables(model, jax.random.key(0)))()))
 
@@ -72,11 +74,11 @@ def gradients(tiny, name):
         placed = jax.device_put(variables, shardings)
         part = training.shard_batch(batch(), mesh)
 
-        def loss(params, router, part):
-            return training.batch_loss(net, params, router, part, jnp.sum(part["weights"]))[0]
+        def loss(params, part):
+            return training.batch_loss(net, params, {}, part, jnp.sum(part["weights"]))[0]
 
         run = jax.jit(jax.value_and_grad(loss), out_shardings=(None, shardings["params"]))
-        value, found = run(placed["params"], placed["router"], part)
+        value, found = run(placed["params"], part)
     return jax.device_get((value, found)), jax.tree.map(lambda x: x.sharding.spec, found)
 
 
@@ -128,11 +130,10 @@ def test_the_tower_lies_where_the_table_says(tiny):
 def test_images_in_a_row_of_packed_documents_are_those_documents(tiny):
     """A row of two documents with an image each gives each the logits that it has alone."""
     net, variables = model(tiny)
-    whole = batch()
-    images = whole["images"]
-    out = net.apply(variables, *map(jnp.asarray, (whole["tokens"][:1],)), segment_ids=jnp.asarray(whole["segment_ids"][:1]),
-                    pixel_values=jax.tree.map(lambda x: jnp.asarray(x[:1]), images))
+    first = jax.tree.map(lambda x: jnp.asarray(x[:1]), batch())
+    images = batch()["images"]
+    out = net.apply(variables, first["tokens"], segment_ids=first["segment_ids"], pixel_values=first["images"])
     second = np.flatnonzero(images.ids[0] == 2)
     rows = [[Patches(images.patches[0, second][np.lexsort(images.places[0, second].T[::-1])], (1, 4, 4))]]
-    alone = net.apply(variables, jnp.asarray(whole["tokens"][:1, 15:]), pixel_values=jax.tree.map(jnp.asarray, pack(VISION, rows)))
+    alone = net.apply(variables, first["tokens"][:, 15:], pixel_values=jax.tree.map(jnp.asarray, pack(VISION, rows)))
     np.testing.assert_allclose(out.logits[:, 15:], alone.logits, rtol=0, atol=1e-12)

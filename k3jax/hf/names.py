@@ -40,7 +40,7 @@ class Leaf:
     dtype: Literal["BF16", "F32", "U8"]  # as stored
     template: str  # released name with {layer} and {expert}
     part: str  # of the model, for reports
-    layers: tuple[int, ...] = ()  # 0-based layers (of the tower: its own) along the first stacking axis; empty: not stacked
+    layers: tuple[int, ...] = ()  # 0-based, along the first stacking axis (the tower counts its own); empty: not stacked
     experts: int = 0  # size of the second stacking axis; 0: none
 
     @property
@@ -244,7 +244,8 @@ def _moe(cfg: ModelConfig) -> Iterator[_Row]:
 
 def _vision(cfg: VisionConfig) -> Iterator[Leaf]:
     """Rows by module; blocks are stacked as the text model's layers are."""
-    D, F, H, K, P = cfg.vt_hidden_size, cfg.vt_intermediate_size, cfg.vt_num_attention_heads, cfg.head_dim, cfg.patch_size
+    D, F, P = cfg.vt_hidden_size, cfg.vt_intermediate_size, cfg.patch_size
+    H, K = cfg.vt_num_attention_heads, cfg.head_dim
     grid = (cfg.init_pos_emb_height, cfg.init_pos_emb_width)
     joined, text = cfg.joined_size, cfg.text_hidden_size
     modules = {
@@ -270,4 +271,5 @@ def _vision(cfg: VisionConfig) -> Iterator[Leaf]:
         stack = {"layers": tuple(range(cfg.vt_num_hidden_layers)) if blocks else ()}
         for row in rows:
             name = row.name.removesuffix(".weight").removeprefix("mlp.").replace(".", "_")
-            yield Leaf((*path, name), row.shape, row.stored or row.shape, row.dtype, prefix + row.name, "vision", **stack)
+            stored = row.stored or row.shape
+            yield Leaf((*path, name), row.shape, stored, row.dtype, prefix + row.name, "vision", **stack)

@@ -187,13 +187,13 @@ class K3(nn.Module):
             mask: [B,T], 1 for real tokens, 0 for padding on either side. Padded positions hold no meaning.
             segment_ids: [B,T], 1-based documents packed in a row, non-decreasing where not 0 = padding. Without a cache.
             cache: from `init_cache` or an earlier call; the caller keeps cache.length + T within cache.max_len.
-            pixel_values, grid_thws: patches [n,3,p,p] of all images and [images,3] their frames, rows and columns; `tokens`
-                holds one placeholder an image. T widens as the images say, so all are concrete. Under `jax.jit`, call
-                `k3jax.vision.prepare` outside and give its tokens, and its `Images` as pixel_values without grid_thws.
+            pixel_values, grid_thws: patches [n,3,p,p] of all images and [images,3] their frames, rows and columns;
+                `tokens` holds one placeholder an image. T widens as the images say, so all are concrete. Under
+                `jax.jit`, call `k3jax.vision.prepare` outside, and give its `Images` as pixel_values alone.
 
         Raises:
-            ValueError: segment_ids together with a mask or a cache, shapes that do not fit, or not as many placeholders as
-                images.
+            ValueError: segment_ids together with a mask or a cache, shapes that do not fit, or not as many placeholders
+                as images.
         """
         if isinstance(pixel_values, Images) and grid_thws is None and self.cfg.vision:
             images = pixel_values

@@ -1,7 +1,7 @@
 """MoonViT-V2 and the projector: from packed patches to embeddings of the text model.
 
-Patches are split over the devices of a row as the text's tokens are ("seq"), weights over fsdp alone: the released tower
-has 12 heads, which few numbers of devices divide, and 0.4 of the 2,780 billion parameters.
+Patches are split over the devices of a row as the text's tokens are ("seq"), weights over fsdp alone: the released
+tower has 12 heads, which few numbers of devices divide, and 0.4 of the 2,780 billion parameters.
 """
 
 from __future__ import annotations
@@ -38,7 +38,8 @@ class VisionLayer(nn.Module):
         row, part = ("batch",), ("batch", along("seq", x.shape[1]))
         norm = lambda name: weight(self, name, (D,), (None,))  # noqa: E731
 
-        qkv = project(rms_norm(x, norm("norm0"), eps), weight(self, "wqkv", (3, H, K, D), (None, None, None, "embed"), std))
+        w = weight(self, "wqkv", (3, H, K, D), (None, None, None, "embed"), std)
+        qkv = project(rms_norm(x, norm("norm0"), eps), w)
         q, k, v = constrain(qkv, *part, None, None, None).transpose(2, 0, 1, 3, 4)
         q, k = rotary_2d(q, images.places), rotary_2d(k, images.places)
         attend = on_shards(lambda *x: (segment_attention(*x),), [part, row, row, part, row], [part])
@@ -66,7 +67,8 @@ class VisionTower(nn.Module):
         part = ("batch", along("seq", images.ids.shape[1]))
         x = constrain(images.patches.astype(policy.dtype), *part, None, None, None)
         x = project(x, weight(self, "proj", (D, 3, p, p), ("embed", None, None, None), std))
-        table = weight(self, "pos_emb", (cfg.init_pos_emb_height, cfg.init_pos_emb_width, D), (None, None, "embed"), std)
+        grid = (cfg.init_pos_emb_height, cfg.init_pos_emb_width)
+        table = weight(self, "pos_emb", (*grid, D), (None, None, "embed"), std)
         frames = frame_table(cfg.init_pos_emb_time, D)
         x = x + position_embedding(table, frames, images.places, images.grids).astype(policy.dtype)
         x = constrain(x, *part, None)
@@ -103,7 +105,7 @@ class Projector(nn.Module):
 def place_images(x: Array, features: Array, tokens: Array, images: Images, placeholder: int) -> Array:
     """Puts a row's image tokens, in order, where its placeholders stand.
 
-    A row with another number of placeholders than image tokens, which a traced program cannot refuse, gets NaN.
+    A row with another number of placeholders than image tokens, which a traced program cannot refuse, becomes NaN.
 
     Args:
         x: [B,T,D] embedded tokens. features: [B,M,D] image tokens. tokens: [B,T], placeholders widened.
@@ -114,8 +116,8 @@ def place_images(x: Array, features: Array, tokens: Array, images: Images, place
 
     def put(x, features, is_image, place, fits):
         chosen = jnp.take_along_axis(features, jnp.maximum(place, 0)[..., None], axis=1, mode="clip")
-        chosen = jnp.where(fits[:, None, None], chosen, jnp.nan)
-        return (jnp.where(is_image[..., None], chosen.astype(x.dtype), x),)
+        x = jnp.where(is_image[..., None], chosen.astype(x.dtype), x)
+        return (jnp.where(fits[:, None, None], x, jnp.nan),)
 
     part = ("batch", along("seq", x.shape[1]))
     return on_shards(put, [part, ("batch",), part, part, ("batch",)], [part])(x, features, is_image, place, fits)[0]

@@ -32,8 +32,8 @@ def position_embedding(table: Array, frames: Array, places: Array, grids: Array)
     columns alike. Frame f of a clip adds frames[f]; a single image nothing.
 
     Args:
-        table: [N,M,D]. frames: [F,D], see `frame_table`. places: [B,P,3] int, each patch's frame, row and column. grids: [B,P,3] int, its image's
-            frames, rows and columns.
+        table: [N,M,D]. frames: [F,D], see `frame_table`.
+        places: [B,P,3] int, each patch's frame, row and column. grids: [B,P,3] int, its image's frames, rows and columns.
 
     Returns:
         [B,P,D], float32 (float64 for a float64 table).
@@ -90,8 +90,9 @@ def segment_attention_reference(q, k, v, q_ids, kv_ids):
 def segment_attention(q: Array, k: Array, v: Array, q_ids: Array, kv_ids: Array) -> Array:
     """o_t = sum_s softmax_s(q_t k_s K^-1/2) v_s over the keys of the same segment, in both directions.
 
-    Never holds more than `BLOCK` x `BLOCK` scores a row and head, and passes over pairs of blocks that share no segment,
-    so that images packed one after the other cost the sum of their own squares. Softmax in float32 (float64 for float64).
+    Never holds more than `BLOCK` x `BLOCK` scores a row and head, and passes over pairs of blocks that share no
+    segment, so that images packed one after the other cost the sum of their own squares. Softmax in float32 (float64
+    for float64).
 
     Args:
         q: [B,T,H,K]. k: [B,S,H,K]. v: [B,S,H,V].

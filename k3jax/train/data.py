@@ -148,8 +148,8 @@ def split_files(files: Sequence[Path], held_out: float = 0.05) -> tuple[list[Pat
 class RowDataset(abc.ABC):
     """Rows of `seq_len` tokens, visited in an order of its own in every epoch.
 
-    A subclass says how many there are (`__len__`) and gives the batch of some by number (`_cut`); a number behind the last
-    gives padding.
+    A subclass says how many there are (`__len__`) and gives the batch of some by number (`_cut`); a number behind the
+    last gives padding.
     """
 
     vocab_size = ByteTokenizer.vocab_size

@@ -43,14 +43,16 @@ def encode_pair(text: str, images: int, cfg: VisionConfig) -> np.ndarray:
     placeholder = cfg.media_placeholder_token_id
     if placeholder not in NOT_UTF8:
         raise ValueError(
-            f"media_placeholder_token_id: found {placeholder}, must be {NOT_UTF8[0]} to {NOT_UTF8[-1]} in a byte model: "
-            "a byte that no UTF-8 text holds"
+            f"media_placeholder_token_id: found {placeholder}, must be {NOT_UTF8[0]} to {NOT_UTF8[-1]} in a byte "
+            "model: a byte that no UTF-8 text holds"
         )
     parts = text.split(IMAGE)
     if len(parts) == 1:
         parts = [""] * images + parts
     if len(parts) - 1 != images:
-        raise ValueError(f"found {len(parts) - 1} {IMAGE} in the text, must be {images} like its images (or none: they come first)")
+        raise ValueError(
+            f"found {len(parts) - 1} {IMAGE} in the text, must be {images} like its images (or none: they come first)"
+        )
     ids = [np.full(1, placeholder, np.int32)] * (2 * len(parts) - 1)
     ids[::2] = [ByteTokenizer.encode(part) for part in parts]
     return np.concatenate(ids)
@@ -92,12 +94,9 @@ def _pair(path: Path, where: str, line: str) -> Pair:
         for frame in image if isinstance(image, list) and image else [image]:
             if not isinstance(frame, str):
                 raise ValueError(f"{where}: found image {frame!r:.60}, must be a path")
-    folder = path.parent
-    return Pair(
-        tuple(tuple(folder / frame for frame in image) if isinstance(image, list) else folder / image for image in images),
-        record["text"],
-        where,
-    )
+    beside = lambda name: path.parent / name  # noqa: E731
+    found = (tuple(map(beside, image)) if isinstance(image, list) else beside(image) for image in images)
+    return Pair(tuple(found), record["text"], where)
 
 
 def split_pairs(pairs: Sequence[Pair], held_out: float) -> tuple[list[Pair], list[Pair]]:
@@ -107,8 +106,9 @@ def split_pairs(pairs: Sequence[Pair], held_out: float) -> tuple[list[Pair], lis
     count = min(max(1, round(held_out * len(pairs))), len(pairs) - 1)
 
     def rank(i):
-        names = [image.name if isinstance(image, Path) else [frame.name for frame in image] for image in pairs[i].images]
-        return hashlib.sha256(json.dumps([names, pairs[i].text]).encode("utf-8", "surrogatepass")).digest()
+        frames = (image if isinstance(image, tuple) else [image] for image in pairs[i].images)
+        names = [[frame.name for frame in image] for image in frames]
+        return hashlib.sha256(json.dumps([names, pairs[i].text]).encode()).digest()
 
     held = set(sorted(range(len(pairs)), key=rank)[:count])
     return [p for i, p in enumerate(pairs) if i not in held], [p for i, p in enumerate(pairs) if i in held]
@@ -117,8 +117,8 @@ def split_pairs(pairs: Sequence[Pair], held_out: float) -> tuple[list[Pair], lis
 class PairDataset(RowDataset):
     """Pairs packed whole into rows of T = `seq_len`, in their order; every row's images into one bucket of patches.
 
-    A batch is `ByteDataset`'s dictionary with `images`, an `Images` of the same rows. A placeholder is no target: only text
-    is learnt. A pair of n tokens, image tokens included, takes n - 1 places. Files are opened once for their sizes, and
+    A batch is `ByteDataset`'s dictionary with `images`, an `Images` of the same rows. A placeholder is no target: only
+    text is learnt. A pair of n tokens, image tokens included, takes n - 1 places. Files are opened once for their sizes, and
     their pixels are read when a batch needs them; in memory are the texts.
 
     Raises:
@@ -142,7 +142,8 @@ class PairDataset(RowDataset):
             length = len(self._ids(pair)) - 1 + sum(tokens_of(grid, cfg) - 1 for grid in grids)
             if not 1 <= length <= seq_len:
                 raise ValueError(
-                    f"{pair.where}: found {length + 1} tokens, image tokens included, must be 2 to data.seq_len+1={seq_len + 1}"
+                    f"{pair.where}: found {length + 1} tokens, image tokens included, "
+                    f"must be 2 to data.seq_len+1={seq_len + 1}"
                 )
             if length > room:
                 self._rows.append([])

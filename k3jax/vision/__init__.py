@@ -1,4 +1,4 @@
-"""From images to what the model takes: `preprocess` makes patches of one image or clip, `pack` the padded arrays of a batch."""
+"""From images to what the model takes: `preprocess` makes patches of an image or clip, `pack` the arrays of a batch."""
 
 __all__ = ["Images", "Patches", "pack", "prepare", "preprocess", "widen"]
 

@@ -21,14 +21,15 @@ UNIT = 64  # sizes of buckets are multiples of this
 
 @flax.struct.dataclass
 class Images:
-    """The images of every row, one after the other, filled up to P patches; what `K3` takes as `pixel_values` under jit.
+    """The images of every row, one after the other, filled up to P patches; what `K3` takes as `pixel_values` in jit.
 
     The patches of a cell, which become one token, follow each other. Rows split over devices as the tokens do.
 
     Attributes:
         patches: [B,P,3,p,p] normalised pixels.
         ids: [B,P] int32, the number of a patch's image in its row, from 1; 0 fills up.
-        places: [B,P,3] int32, frame, row and column in its image. grids: [B,P,3] int32, its image's frames, rows, columns.
+        places: [B,P,3] int32, frame, row and column in its image.
+        grids: [B,P,3] int32, its image's frames, rows and columns.
         slots: [B,P/cell] int32, the token of its row that a cell is averaged into; -1 fills up.
     """
 
@@ -40,7 +41,7 @@ class Images:
 
 
 def bucket(count: int, unit: int = UNIT) -> int:
-    """The smallest of unit * (1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 14, 16, 20, ...) that holds `count`: four sizes an octave.
+    """The smallest of unit * (1, 2, ..., 8, 10, 12, 14, 16, 20, ...) that holds `count`: four sizes an octave.
 
     Example:
         >>> bucket(1656), bucket(66564)
@@ -89,8 +90,9 @@ def pack(cfg: VisionConfig, rows: Sequence[Sequence[Patches]], room: int | None 
         for number, (values, grid) in enumerate(row, 1):
             _check_grid(cfg, grid)
             t, h, w = map(int, grid)
-            if values.shape != (t * h * w, 3, p, p):
-                raise ValueError(f"pixel_values: found shape {values.shape}, must be {(t * h * w, 3, p, p)} for {t, h, w}")
+            right = (t * h * w, 3, p, p)
+            if values.shape != right:
+                raise ValueError(f"pixel_values: found shape {values.shape}, must be {right} for {t, h, w}")
             order = np.arange(t * h * w).reshape(t, h // kh, kh, w // kw, kw).transpose(0, 1, 3, 2, 4).reshape(-1)
             here = slice(at, at + t * h * w)
             patches[b, here] = values[order]
@@ -105,11 +107,11 @@ def pack(cfg: VisionConfig, rows: Sequence[Sequence[Patches]], room: int | None 
 def widen(cfg: VisionConfig, tokens, grids, mask=None, segment_ids=None):
     """Repeats every placeholder of tokens [B,T] as often as its image has tokens; images in reading order.
 
-    A row that ends shorter than the longest is filled up with padding: on the right with `segment_ids` or where its mask
-    ends with padding, else on the left.
+    A row that ends shorter than the longest is filled up with padding: on the right with `segment_ids` or where its
+    mask ends with padding, else on the left.
 
     Returns:
-        tokens [B,T'], mask and segment_ids [B,T'] (None where not given and not needed), images of each row [B], as numpy.
+        tokens, mask, segment_ids [B,T'] (None where not given and not needed) and images of each row [B], as numpy.
 
     Raises:
         ValueError: not as many placeholders as images.
@@ -148,21 +150,21 @@ def widen(cfg: VisionConfig, tokens, grids, mask=None, segment_ids=None):
 
 
 def prepare(cfg: ModelConfig, tokens, pixel_values, grid_thws, mask=None, segment_ids=None, devices: int = 1):
-    """Released inputs (patches [n,3,p,p], grids [I,3], one placeholder an image) to (tokens, mask, segment_ids, `Images`).
+    """(tokens, mask, segment_ids, `Images`) of released inputs: patches [n,3,p,p], grids [I,3], a placeholder an image.
 
     On the host: shapes depend on the grids and on where the placeholders are. `devices` share a row (mesh.context *
     mesh.tensor).
 
     Raises:
-        ValueError: a model without vision, arrays traced by JAX, patches or placeholders that are not as many as the grids say.
+        ValueError: a model without vision, arrays traced by JAX, patches or placeholders not as many as the grids say.
     """
     vision = cfg.vision
     if vision is None:
         raise ValueError("pixel_values: this model has no vision (its configuration has no vision_config)")
     if any(isinstance(x, jax.core.Tracer) for x in (tokens, pixel_values, grid_thws, mask, segment_ids)):
         raise ValueError(
-            "pixel_values: found an array traced by JAX, whose shapes cannot follow the images; call `k3jax.vision.prepare` "
-            "outside of jit and give what it returns"
+            "pixel_values: found an array traced by JAX, whose shapes cannot follow the images; call "
+            "`k3jax.vision.prepare` outside of jit and give what it returns"
         )
     if grid_thws is None:
         raise ValueError("grid_thws: found None, must be [images,3] beside pixel_values")
@@ -172,10 +174,9 @@ def prepare(cfg: ModelConfig, tokens, pixel_values, grid_thws, mask=None, segmen
     for grid in grids:
         _check_grid(vision, grid)
     p, ends = vision.patch_size, np.cumsum(np.prod(grids, axis=1))
-    if values.shape != (ends[-1] if len(ends) else 0, 3, p, p):
-        raise ValueError(
-            f"pixel_values: found shape {values.shape}, must be {(int(ends[-1]) if len(ends) else 0, 3, p, p)} for these grids"
-        )
+    right = (int(ends[-1]) if len(ends) else 0, 3, p, p)
+    if values.shape != right:
+        raise ValueError(f"pixel_values: found shape {values.shape}, must be {right} for these grids")
     tokens, mask, segment_ids, counts = widen(vision, tokens, grids, mask, segment_ids)
     images = [Patches(part, tuple(grid)) for part, grid in zip(np.split(values, ends[:-1]), grids.tolist())]
     firsts = np.cumsum(counts) - counts

@@ -21,7 +21,7 @@ LIGHT, DARK = 255, 180
 
 
 class Patches(NamedTuple):
-    """`values` float32 [t*h*w,3,p,p], frame by frame in row-major order, and `grid` (t, h, w): frames, rows and columns."""
+    """`values` float32 [t*h*w,3,p,p], frame by frame in row-major order; `grid` (t, h, w): frames, rows, columns."""
 
     values: np.ndarray
     grid: tuple[int, int, int]
@@ -30,7 +30,7 @@ class Patches(NamedTuple):
 def resized(width: int, height: int, patch: int = 14, merge: tuple[int, int] = (2, 2)):
     """((width, height) after shrinking, (width, height) after padding) in pixels, of an image before preprocessing.
 
-    Shrunk so that about `MAX_PATCHES` patches remain and `MAX_GRID` along a side, never enlarged; padded to whole cells.
+    Shrunk until about `MAX_PATCHES` patches remain and `MAX_GRID` along a side, never enlarged; padded to whole cells.
 
     Example:
         >>> resized(8192, 6144)
@@ -51,12 +51,12 @@ def preprocess(image, cfg: VisionConfig) -> Patches:
     (x/255 - 1/2) / (1/2). An EXIF orientation is applied first; 16-bit channels keep their upper 8 bits.
 
     Args:
-        image: path, `PIL.Image.Image`, or array [H,W], [H,W,1], [H,W,3], [H,W,4] of uint8 or uint16. A clip is a list or
-            tuple of those, or an array [F,H,W,C].
+        image: path, `PIL.Image.Image`, or array [H,W], [H,W,1], [H,W,3], [H,W,4] of uint8 or uint16. A clip is a list
+            or tuple of those, or an array [F,H,W,C].
 
     Raises:
-        ValueError: naming the file: not readable, cut short, animated, without or with too many pixels, of a kind that has
-            no colours, or frames of different sizes or too many.
+        ValueError: naming the file: not readable, cut short, animated, without or with too many pixels, of a kind that
+            has no colours, or frames of different sizes or too many.
 
     Example:
         >>> preprocess("cat.png", cfg.vision).grid      # 640 x 480 pixels
@@ -69,7 +69,8 @@ def preprocess(image, cfg: VisionConfig) -> Patches:
     opened = [_open(frame) for frame in frames]
     sizes = {frame.size for frame in opened}
     if len(sizes) > 1:
-        raise ValueError(f"clip: found frames of {' and '.join(f'{w}x{h}' for w, h in sorted(sizes))} pixels, must be of one size")
+        found = " and ".join(f"{w}x{h}" for w, h in sorted(sizes))
+        raise ValueError(f"clip: found frames of {found} pixels, must be of one size")
     patch = cfg.patch_size
     new, (width, height) = resized(*opened[0].size, patch, cfg.merge_kernel_size)
     values = np.concatenate([_cut(_pixels(frame, new, (width, height)), patch) for frame in opened])

@@ -40,7 +40,8 @@ def test_encode():
     assert encode_pair("a<image>b<image>", 2, VISION).tolist() == [97, 255, 98, 255]
     assert encode_pair("\u00e9<image>", 1, VISION).tolist() == [0xC3, 0xA9, 255]
     for text, images in (("<image>", 2), ("<image>", 0), ("<image><image>", 1)):
-        with pytest.raises(ValueError, match=f"found {text.count('<')} <image> in the text, must be {images} like its images"):
+        says = f"found {text.count('<')} <image> in the text, must be {images} like its images"
+        with pytest.raises(ValueError, match=says):
             encode_pair(text, images, VISION)
     with pytest.raises(ValueError, match="media_placeholder_token_id: found 97, must be 245 to 255 in a byte model"):
         encode_pair("a", 1, dataclasses.replace(VISION, media_placeholder_token_id=97))
@@ -67,10 +68,20 @@ def test_rows(folder):
     np.testing.assert_array_equal(images.ids[1], [1] * 24 + [0] * 40)
     assert images.slots.max(axis=1).tolist() == [6, 1]
     at = images.places[0, 8:12]
-    np.testing.assert_array_equal(images.patches[0, 8:12], preprocess(folder / "b.png", VISION).values[2 * at[:, 1] + at[:, 2]])
+    expected = preprocess(folder / "b.png", VISION).values[2 * at[:, 1] + at[:, 2]]
+    np.testing.assert_array_equal(images.patches[0, 8:12], expected)
+    assert len(PairDataset(pairs, VISION, seq_len=11, batch_size=2)) == 2  # the first row is full
     text = next(data.windows(images=False))
     assert "images" not in text
     np.testing.assert_array_equal(text["tokens"], batch["tokens"])
+
+
+def test_the_fullest_row_decides_the_bucket(folder):
+    draw(folder / "d.png", 40, 40)
+    records = [{"image": image, "text": "abc"} for image in ("a.png", "d.png", "a.png")]
+    (folder / "pairs.jsonl").write_text("\n".join(map(json.dumps, records)))
+    data = PairDataset(find_pairs([str(folder / "pairs.jsonl")]), VISION, seq_len=28, batch_size=3)
+    assert len(data) == 3 and data.batch(0)["images"].ids.shape == (3, 128)
 
 
 def test_placeholders_are_as_many_as_image_tokens_in_every_batch(folder):

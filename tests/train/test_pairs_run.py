@@ -73,7 +73,8 @@ def test_mistakes_are_one_line(run, capsys, tmp_path):
     with pytest.raises(ValueError, match="data.pairs=.*: must be empty: the model has no vision"):
         dataclasses.replace(config, model=dataclasses.replace(config.model, vision=None)).validate()
     with pytest.raises(ValueError, match=r"model.vision.vt_hidden_size=32: must be a multiple of mesh.fsdp=64"):
-        wide = dataclasses.replace(config.model, hidden_size=64, moe_intermediate_size=64, vision=dataclasses.replace(VISION, text_hidden_size=64))
+        tower = dataclasses.replace(VISION, text_hidden_size=64)
+        wide = dataclasses.replace(config.model, hidden_size=64, moe_intermediate_size=64, vision=tower)
         dataclasses.replace(config, model=wide, mesh=MeshConfig(fsdp=64), data=DataConfig(batch_size=64)).validate()
 
 

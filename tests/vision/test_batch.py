@@ -93,13 +93,13 @@ def test_prepare_shares_the_images_out():
 @pytest.mark.parametrize(
     "change, message",
     [
-        (lambda t, v, g: (t[:, :2], v, g), r"tokens: found 1 image placeholders \(token 120\), must be 2, one an image"),
+        (lambda t, v, g: (t[:, :2], v, g), r"found 1 image placeholders \(token 120\), must be 2, one an image"),
         (lambda t, v, g: (t.at[:, 0].set(PLACEHOLDER), v, g), "tokens: found 3 image placeholders"),
         (lambda t, v, g: (t, v[:-1], g), r"pixel_values: found shape \(23, 3, 4, 4\), must be \(24, 3, 4, 4\)"),
         (lambda t, v, g: (t, v, g[:, :2]), r"grid_thws: found int64 of shape \(2, 2\), must be integers \[images,3\]"),
         (lambda t, v, g: (t, v, g * 1.0), "grid_thws: found float64 of shape"),
         (lambda t, v, g: (t, v, None), "grid_thws: found None, must be"),
-        (lambda t, v, g: (t, v, [[1, 3, 4], [2, 2, 2]]), "grid_thws: found 3x4 patches, must be multiples of 2x2 up to 512"),
+        (lambda t, v, g: (t, v, [[1, 3, 4], [2, 2, 2]]), "found 3x4 patches, must be multiples of 2x2 up to 512"),
         (lambda t, v, g: (t, v, [[1, 0, 4], [2, 2, 2]]), "grid_thws: found 0x4 patches"),
         (lambda t, v, g: (t, v, [[1, 2, 514], [2, 2, 2]]), "grid_thws: found 2x514 patches"),
         (lambda t, v, g: (t, v, [[5, 2, 2], [2, 2, 2]]), "grid_thws: found 5 frames, must be 1 to init_pos_emb_time=4"),
