@@ -39,7 +39,7 @@ config = RunConfig(
     model=model,
     data=DataConfig(pairs=(str(ROOT / "runs" / "shapes" / "data" / "pairs.jsonl"),), seq_len=160, batch_size=8),
     train=TrainConfig(
-        steps=400, learning_rate=2e-3, warmup_fraction=0.1, remat=False, checkpoint_every=400, log_every=20
+        steps=500, learning_rate=2e-3, warmup_fraction=0.1, remat=False, checkpoint_every=100, log_every=20
     ),
     out=str(ROOT / "runs" / "shapes" / "run"),
 )
