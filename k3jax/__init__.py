@@ -16,13 +16,13 @@ _HOMES = {
     "save_hf": "k3jax.hf.save",
 }
 
-__all__ = ["ModelConfig", "VisionConfig", "ops", *_HOMES]
+__all__ = ["ModelConfig", "VisionConfig", "ops", "vision", *_HOMES]
 
 
 def __getattr__(name: str):
     # Loaded when first used, so that the command line can answer --help without JAX.
-    if name == "ops":
-        return import_module("k3jax.ops")
+    if name in ("ops", "vision"):
+        return import_module(f"k3jax.{name}")
     if name in _HOMES:
         return getattr(import_module(_HOMES[name]), name)
     raise AttributeError(f"module 'k3jax' has no attribute {name!r}")

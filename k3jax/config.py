@@ -55,6 +55,37 @@ class VisionConfig:
     def __post_init__(self):
         for name, hint in typing.get_type_hints(VisionConfig).items():
             _check_type(f"vision_config.{name}", getattr(self, name), hint)
+        for name in (field.name for field in dataclasses.fields(self)):
+            value = getattr(self, name)
+            if name != "media_placeholder_token_id" and min(value if isinstance(value, tuple) else (value,)) <= 0:
+                raise ValueError(f"vision_config.{name}: found {value}, must be positive")
+        if self.qkv_hidden_size % (4 * self.vt_num_attention_heads):
+            raise ValueError(
+                f"vision_config.qkv_hidden_size: found {self.qkv_hidden_size}, must be a multiple of "
+                f"4 * vt_num_attention_heads={4 * self.vt_num_attention_heads}"
+            )
+        if self.vt_hidden_size % 2:
+            raise ValueError(f"vision_config.vt_hidden_size: found {self.vt_hidden_size}, must be even")
+        if self.mm_hidden_size != self.vt_hidden_size:
+            raise ValueError(
+                f"vision_config.mm_hidden_size: found {self.mm_hidden_size}, "
+                f"must equal vt_hidden_size={self.vt_hidden_size}"
+            )
+
+    @property
+    def head_dim(self) -> int:
+        """Size of a query and key."""
+        return self.qkv_hidden_size // self.vt_num_attention_heads
+
+    @property
+    def cell(self) -> int:
+        """Patches that are joined in one token, of one frame."""
+        return math.prod(self.merge_kernel_size)
+
+    @property
+    def joined_size(self) -> int:
+        """Width of a cell's patches side by side, which the projector takes."""
+        return self.cell * self.vt_hidden_size
 
 
 @dataclass(frozen=True)
@@ -176,6 +207,11 @@ class ModelConfig:
             raise ValueError(
                 f"vision_config.text_hidden_size: found {self.vision.text_hidden_size}, "
                 f"must equal hidden_size={self.hidden_size}"
+            )
+        if self.vision is not None and not 0 <= self.vision.media_placeholder_token_id < self.vocab_size:
+            raise ValueError(
+                f"media_placeholder_token_id: found {self.vision.media_placeholder_token_id}, "
+                f"must be a token of vocab_size={self.vocab_size}"
             )
 
     # ---- derived ---------------------------------------------------------------------------------------

@@ -70,10 +70,12 @@ class MeshConfig:
 
 @dataclass(frozen=True)
 class DataConfig:
-    """Text to train on, read as bytes: one byte is one token."""
+    """Text to train on, read as bytes: one byte is one token. With images, their tokens count too."""
 
     paths: tuple[str, ...] = ()
     """Files, folders or globs of text, separated by commas. Empty: the running Python's standard library."""
+    pairs: tuple[str, ...] = ()
+    """In place of `paths`, JSONL files of {"image": path or list of paths, "text": ...}, for a model with `vision`."""
     seq_len: int = 512
     """Tokens per sequence."""
     batch_size: int = 16
@@ -186,6 +188,8 @@ class RunConfig:
             *((f"mesh.{axis}", size, size >= 1 or size == -1, left) for axis, size in vars(mesh).items()),
             ("data.seq_len", data.seq_len, data.seq_len >= 1, "at least 1"),
             ("data.batch_size", data.batch_size, data.batch_size >= 1, "at least 1"),
+            ("data.paths", ",".join(data.paths), not (data.paths and data.pairs), "empty beside data.pairs"),
+            ("data.pairs", ",".join(data.pairs), model.vision or not data.pairs, "empty: the model has no vision"),
             ("data.held_out", data.held_out, 0 < data.held_out < 1, "between 0 and 1"),
             ("train.steps", train.steps, train.steps >= 1, "at least 1"),
             ("train.learning_rate", train.learning_rate, 0 < train.learning_rate < math.inf, "positive"),
@@ -225,6 +229,8 @@ class RunConfig:
             (f"model.{latent}", model.latent_size, ("mesh.fsdp",)),
             ("model.moe_intermediate_size", model.moe_intermediate_size, ("mesh.fsdp",)),
         ]
+        if model.vision is not None:
+            multiples.append(("model.vision.vt_hidden_size", model.vision.vt_hidden_size, ("mesh.fsdp",)))
         for key, value, factors in multiples:
             product = math.prod(_get(self, factor) for factor in factors)
             if value % product:

@@ -104,7 +104,7 @@ assert not loaded, loaded
 HELP_SAYS = {
     "": ["train", "generate", "convert", "bench", "inspect"],
     "train": ["--config", "--train.beta1 FLOAT", "Peak learning rate", "--mesh.fsdp INT", "num_experts", "strategy="],
-    "generate": ["--prompt", "--experts {packed,dequantized}", "--top-k"],
+    "generate": ["--prompt", "--image STR", "--experts {packed,dequantized}", "--top-k"],
     "convert": ["export", "import"],
     "convert export": ["SOURCE", "DESTINATION"],
     "bench": ["kda", "strategies"],
@@ -177,11 +177,12 @@ def test_a_strategy_takes_the_devices_there_are(calls, config_file, devices):
 
 
 def test_generate_prints_the_pieces_as_one_text(calls, capsys):
-    assert cli.main(["generate", "runs/k3", "--prompt", "H", "--top-k", "5", "--experts", "dequantized"]) == 0
+    images = ["--image", "a.png", "--image", "b c.png"]
+    assert cli.main(["generate", "runs/k3", "--prompt", "H", *images, "--top-k", "5", "--experts", "dequantized"]) == 0
     options = dict(max_tokens=200, temperature=0.8, top_k=5, top_p=1.0, seed=0, experts="dequantized")
     assert calls == [
         ("setup", (), {}),
-        ("generate_text", ("runs/k3", "H"), options | {"mxfp8_inputs": True}),
+        ("generate_text", ("runs/k3", "H"), options | {"mxfp8_inputs": True, "images": ("a.png", "b c.png")}),
     ]
     assert capsys.readouterr().out == "Hello\n"
 

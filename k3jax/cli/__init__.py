@@ -55,7 +55,9 @@ class Generate:
     checkpoint: Positional[str]
     """Checkpoint of a run, or folder of the released layout."""
     prompt: str
-    """Text to continue."""
+    """Text to continue. Each <image> in it stands for one of the images; without any they come first."""
+    image: tyro.conf.UseAppendAction[tuple[str, ...]] = ()
+    """Image file; again for each further one."""
     max_tokens: int = 200
     """Most tokens to write."""
     temperature: float = 0.8
@@ -93,6 +95,7 @@ class Generate:
             seed=self.seed,
             experts=self.experts,
             mxfp8_inputs=self.mxfp8_inputs,
+            images=self.image,
         )
         for piece in pieces:
             print(piece, end="", flush=True)

@@ -27,7 +27,7 @@ def load_hf(
     """The variables of a released checkpoint, for models that fit in memory: the tree `K3(cfg).init` gives.
 
     Weights become `param_dtype` (float32, bfloat16 or float64) and are never rounded: tensors stored as
-    float32 stay so under bfloat16. Vision tensors stay as stored. Routed experts stored as MXFP4 are
+    float32 stay so under bfloat16. Routed experts stored as MXFP4 are
     dequantised, which is exact in each of these types, or with `experts="packed"` kept as uint8: `*_packed`
     [repeats, E, out, in/2] and `*_scale` [repeats, E, out, in/32]. `cfg` defaults to the folder's
     `config.json`. With a `mesh`, leaves are placed as `k3jax.sharding.model_shardings` says.
@@ -82,7 +82,7 @@ def load_hf(
 
 
 def _tree_dtype(leaf: Leaf, param_dtype: np.dtype) -> np.dtype:
-    if leaf.dtype == "U8" or leaf.part == "vision":
+    if leaf.dtype == "U8":
         return DTYPES[leaf.dtype]
     return param_dtype if leaf.dtype == "BF16" else np.promote_types(np.float32, param_dtype)
 

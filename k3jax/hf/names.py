@@ -40,7 +40,7 @@ class Leaf:
     dtype: Literal["BF16", "F32", "U8"]  # as stored
     template: str  # released name with {layer} and {expert}
     part: str  # of the model, for reports
-    layers: tuple[int, ...] = ()  # 0-based layers along the first stacking axis; empty: not stacked
+    layers: tuple[int, ...] = ()  # 0-based, along the first stacking axis (the tower counts its own); empty: not stacked
     experts: int = 0  # size of the second stacking axis; 0: none
 
     @property
@@ -122,10 +122,7 @@ def table(cfg: ModelConfig) -> list[Leaf]:
         layer += repeats * len(unit)
 
     if cfg.vision:
-        leaves += [
-            Leaf(("vision", row.name), row.shape, row.shape, row.dtype, row.name, "vision")
-            for row in _vision(cfg.vision)
-        ]
+        leaves += _vision(cfg.vision)
     return leaves
 
 
@@ -245,21 +242,34 @@ def _moe(cfg: ModelConfig) -> Iterator[_Row]:
             yield _Row(name, (wide, narrow), part="routed experts")
 
 
-def _vision(cfg: VisionConfig) -> Iterator[_Row]:
-    D, F, H, P = cfg.vt_hidden_size, cfg.vt_intermediate_size, cfg.qkv_hidden_size, cfg.patch_size
-    yield _Row("vision_tower.patch_embed.proj.weight", (D, 3, P, P))
+def _vision(cfg: VisionConfig) -> Iterator[Leaf]:
+    """Rows by module; blocks are stacked as the text model's layers are."""
+    D, F, P = cfg.vt_hidden_size, cfg.vt_intermediate_size, cfg.patch_size
+    H, K = cfg.vt_num_attention_heads, cfg.head_dim
     grid = (cfg.init_pos_emb_height, cfg.init_pos_emb_width)
-    yield _Row("vision_tower.patch_embed.pos_emb.weight", (*grid, D))
-    for i in range(cfg.vt_num_hidden_layers):
-        block = f"vision_tower.encoder.blocks.{i}"
-        yield _Row(f"{block}.norm0.weight", (D,))
-        yield _Row(f"{block}.norm1.weight", (D,))
-        yield _Row(f"{block}.wqkv.weight", (3 * H, D))
-        yield _Row(f"{block}.wo.weight", (D, H))
-        yield _Row(f"{block}.mlp.fc0.weight", (F, D))
-        yield _Row(f"{block}.mlp.fc1.weight", (D, F))
-    yield _Row("vision_tower.encoder.final_layernorm.weight", (D,))
-    joined = cfg.mm_hidden_size * math.prod(cfg.merge_kernel_size)
-    yield _Row("mm_projector.proj.0.weight", (joined, joined))
-    yield _Row("mm_projector.proj.2.weight", (cfg.text_hidden_size, joined))
-    yield _Row("mm_projector.post_norm.weight", (cfg.text_hidden_size,))
+    joined, text = cfg.joined_size, cfg.text_hidden_size
+    modules = {
+        "vision_tower.patch_embed.": [_Row("proj.weight", (D, 3, P, P)), _Row("pos_emb.weight", (*grid, D))],
+        "vision_tower.encoder.blocks.{layer}.": [
+            _Row("norm0.weight", (D,)),
+            _Row("norm1.weight", (D,)),
+            _Row("wqkv.weight", (3, H, K, D), (3 * H * K, D)),
+            _Row("wo.weight", (D, H, K), (D, H * K)),
+            _Row("mlp.fc0.weight", (F, D)),
+            _Row("mlp.fc1.weight", (D, F)),
+        ],
+        "vision_tower.encoder.": [_Row("final_layernorm.weight", (D,))],
+        "mm_projector.": [
+            _Row("proj.0.weight", (joined, joined)),
+            _Row("proj.2.weight", (text, joined)),
+            _Row("post_norm.weight", (text,)),
+        ],
+    }
+    for prefix, rows in modules.items():
+        blocks = "{layer}" in prefix
+        path = ("params", prefix.split(".")[0], *(["blocks"] if blocks else []))
+        stack = {"layers": tuple(range(cfg.vt_num_hidden_layers)) if blocks else ()}
+        for row in rows:
+            name = row.name.removesuffix(".weight").removeprefix("mlp.").replace(".", "_")
+            stored = row.stored or row.shape
+            yield Leaf((*path, name), row.shape, stored, row.dtype, prefix + row.name, "vision", **stack)

@@ -88,8 +88,8 @@ def _refuse(problems: dict[str, str], what: str) -> None:
 
 
 def _tree_problems(cfg: ModelConfig, flat: dict) -> dict[str, str]:
-    if cfg.vision and not any(path[0] == "vision" for path in flat):
-        return {"vision": "missing, but cfg.vision is set; keep what load_hf gave, or set cfg.vision to None"}
+    if cfg.vision and ("params", "vision_tower", "proj") not in flat:
+        return {"vision_tower": "missing, but cfg.vision is set; keep what load_hf gave, or set cfg.vision to None"}
     packed = any(path[-1].endswith("_packed") for path in flat)
     expected = tree_shapes(cfg, "packed" if packed else "dequantized")
     problems = {}
@@ -122,7 +122,7 @@ def _split(leaves: list[Leaf], limit: int) -> dict[str, str]:
     groups = defaultdict(list)  # what belongs to no layer comes first
     for leaf in leaves:
         for r in range(leaf.repeats):
-            layer = leaf.layers[r] if leaf.layers else -1
+            layer = leaf.layers[r] if leaf.layers and leaf.part != "vision" else -1
             groups[layer] += [(name, leaf.tensor_bytes) for name in leaf.names(r)]
     shards, room = [[]], limit
     for _, group in sorted(groups.items()):

@@ -1,4 +1,4 @@
-"""The text model: embedding, segments of scanned layers, the mixture over depth, and the head."""
+"""The model: embedding of text and images, segments of scanned layers, the mixture over depth, and the head."""
 
 from __future__ import annotations
 
@@ -15,8 +15,10 @@ from k3jax.config import LayerKind, ModelConfig
 from k3jax.nn.layers import DenseFFN, Policy, project, rms_norm, weight
 from k3jax.nn.mixers import KimiDeltaAttention, LatentAttention
 from k3jax.nn.moe import LatentMoE
+from k3jax.nn.vision import Projector, VisionTower, place_images
 from k3jax.ops.attnres import attnres_mix, keep_depth, read_depth
 from k3jax.sharding import along, constrain, current_mesh, ways
+from k3jax.vision.batch import Images, pack, prepare
 
 
 @flax.struct.dataclass
@@ -162,7 +164,7 @@ class Unit(nn.Module):
 
 
 class K3(nn.Module):
-    """A Kimi K3 or Kimi-Linear text model.
+    """A Kimi K3 or Kimi-Linear model.
 
     Attributes:
         cfg: the model.
@@ -205,6 +207,9 @@ class K3(nn.Module):
         if cfg.attn_res_block_size:
             self.output_attn_res_proj = weight(self, "output_attn_res_proj", (D,), (None,), std=0.0)
             self.output_attn_res_norm = weight(self, "output_attn_res_norm", (D,), (None,))
+        if cfg.vision:
+            self.vision_tower = VisionTower(cfg.vision, self.policy, std, self.remat)
+            self.mm_projector = Projector(cfg.vision, self.policy, std)
         self.norm = weight(self, "norm", (D,), (None,))
         self.lm_head = weight(self, "lm_head", (cfg.vocab_size, D), ("vocab", "embed"), std)
 
@@ -214,6 +219,8 @@ class K3(nn.Module):
         mask: Array | None = None,
         segment_ids: Array | None = None,
         cache: Cache | None = None,
+        pixel_values: Images | Any = None,
+        grid_thws: Any = None,
     ) -> Output:
         """Runs tokens [B,T] int, from the start or on from `cache`.
 
@@ -221,10 +228,22 @@ class K3(nn.Module):
             mask: [B,T], 1 for real tokens, 0 for padding on either side. Padded positions hold no meaning.
             segment_ids: [B,T], 1-based documents packed in a row, non-decreasing where not 0 = padding. Without a cache.
             cache: from `init_cache` or an earlier call; the caller keeps cache.length + T within cache.max_len.
+            pixel_values, grid_thws: patches [n,3,p,p] of all images and [images,3] their frames, rows and columns;
+                `tokens` holds one placeholder an image. T widens as the images say, so all are concrete. Under
+                `jax.jit`, call `k3jax.vision.prepare` outside, and give its `Images` as pixel_values alone.
 
         Raises:
-            ValueError: segment_ids together with a mask or a cache, or shapes that do not fit.
+            ValueError: segment_ids together with a mask or a cache, shapes that do not fit, or not as many placeholders
+                as images.
         """
+        if isinstance(pixel_values, Images) and grid_thws is None and self.cfg.vision:
+            images = pixel_values
+        elif pixel_values is None and grid_thws is None:
+            images = None
+        else:
+            devices = ways("seq", current_mesh())
+            prepared = prepare(self.cfg, tokens, pixel_values, grid_thws, mask, segment_ids, devices)
+            tokens, mask, segment_ids, images = jax.tree.map(jnp.asarray, prepared)
         if tokens.ndim != 2:
             raise ValueError(f"tokens: found shape {tokens.shape}, must be [B,T]")
         B, T = tokens.shape
@@ -250,6 +269,9 @@ class K3(nn.Module):
 
         seq = along("seq", T)
         x = constrain(jnp.take(self.embed_tokens, tokens, axis=0), "batch", seq, None)
+        if images is not None:
+            features = self.mm_projector(self.vision_tower(images))
+            x = place_images(x, features, tokens, images, cfg.vision.media_placeholder_token_id)
         sources = jnp.zeros((cfg.num_attn_res_blocks + 1, *x.shape), x.dtype).at[0].set(x)
         place = lambda x: constrain(x, None, "batch", seq, None)  # noqa: E731
         depth = Depth(place(sources), place(jnp.zeros_like(sources)), jnp.zeros((), jnp.int32))
@@ -281,5 +303,7 @@ def init_variables(model: K3, key: Array):
     """`model.init` on the smallest batch the current mesh can split; leaves carry their logical axes."""
     mesh = current_mesh()
     tokens = jnp.zeros((ways("batch", mesh), 4 * ways("seq", mesh)), jnp.int32)
-    variables = model.init(key, tokens)
+    vision = model.cfg.vision
+    images = vision and pack(vision, [[]] * len(tokens), room=vision.cell * ways("seq", mesh))
+    variables = model.init(key, tokens, pixel_values=images)
     return {name: variables[name] for name in ("params", "router") if name in variables}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import codecs
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
 
@@ -19,8 +19,11 @@ from k3jax.nn.model import K3
 from k3jax.serve.sampler import sample
 from k3jax.train.data import ByteTokenizer, check_tokens
 from k3jax.train.loop import restore_weights
+from k3jax.train.pairs import encode_pair
+from k3jax.vision.batch import bucket, pack, widen
+from k3jax.vision.image import Patches, preprocess
 
-PROMPT_MULTIPLE = 32  # prompts are padded to a multiple of this, so that few lengths are compiled
+PROMPT_UNIT = 32  # prompts are padded to a `bucket` of this, so that few lengths are compiled
 
 
 def load_model(
@@ -49,8 +52,11 @@ def generate_tokens(
     top_k: int = 0,
     top_p: float = 1.0,
     seed: int = 0,
+    images: Sequence[Patches] = (),
 ) -> Iterator[int]:
     """Yields up to `max_tokens` token ids that continue `prompt` [T] int, until the model's end token.
+
+    `images` are those of the prompt's placeholders, in their order.
 
     Example:
         >>> list(generate_tokens(model, variables, ByteTokenizer.encode("def "), 5, temperature=0.0))
@@ -60,23 +66,29 @@ def generate_tokens(
     if prompt.size == 0:
         raise ValueError("prompt: found no tokens, must hold at least one")
     check_tokens(prompt, cfg.vocab_size)
-    pad = -prompt.size % PROMPT_MULTIPLE
+    packed = None
+    if cfg.vision:
+        prompt = widen(cfg.vision, prompt[None], [image.grid for image in images])[0][0]
+        packed = pack(cfg.vision, [images]) if images else None
+    elif images:
+        raise ValueError(f"images: found {len(images)}, must be none: this model has no vision")
+    pad = bucket(prompt.size, PROMPT_UNIT) - prompt.size
     tokens = jnp.asarray(np.pad(prompt, (pad, 0)), jnp.int32)[None]
     mask = jnp.asarray(np.arange(tokens.shape[1]) >= pad, jnp.int32)[None]
 
     @partial(jax.jit, donate_argnums=3)
-    def advance(variables, tokens, mask, cache, key) -> tuple[Array, object]:
-        out = model.apply(variables, tokens, mask, cache=cache)
+    def advance(variables, tokens, mask, cache, key, images) -> tuple[Array, object]:
+        out = model.apply(variables, tokens, mask, cache=cache, pixel_values=images)
         return sample(out.logits[:, -1], key, temperature, top_k, top_p), out.cache
 
     cache = init_cache(cfg, 1, tokens.shape[1] + max_tokens, model.dtype)
     one = jnp.ones((1, 1), jnp.int32)
     for key in jax.random.split(jax.random.key(seed), max_tokens):
-        token, cache = advance(variables, tokens, mask, cache, key)
+        token, cache = advance(variables, tokens, mask, cache, key, packed)
         if int(token[0]) == cfg.eos_token_id:
             return
         yield int(token[0])
-        tokens, mask = token[:, None], one
+        tokens, mask, packed = token[:, None], one, None
 
 
 def generate_text(
@@ -89,15 +101,23 @@ def generate_text(
     seed: int = 0,
     experts: str = "packed",
     mxfp8_inputs: bool = True,
+    images: Sequence = (),
 ) -> Iterator[str]:
-    """Yields pieces of text that continue `prompt`, for a model whose tokens are bytes."""
+    """Yields pieces of text that continue `prompt`, for a model whose tokens are bytes.
+
+    `images`: what `k3jax.vision.preprocess` takes; each stands where the prompt says `<image>`, or all before it.
+    """
     model, variables = load_model(checkpoint, experts, mxfp8_inputs)
     if model.cfg.vocab_size != ByteTokenizer.vocab_size:
         raise ValueError(
             f"{checkpoint}: vocab_size={model.cfg.vocab_size}, text needs a byte model ({ByteTokenizer.vocab_size})"
         )
     decoder = codecs.getincrementaldecoder("utf-8")("replace")
-    prompt_ids = ByteTokenizer.encode(prompt)
-    for token in generate_tokens(model, variables, prompt_ids, max_tokens, temperature, top_k, top_p, seed):
+    vision = model.cfg.vision
+    if images and vision is None:
+        raise ValueError(f"{checkpoint}: found {len(images)} images, must be none: this model has no vision")
+    patches = [preprocess(image, vision) for image in images]
+    prompt_ids = encode_pair(prompt, len(images), vision) if vision else ByteTokenizer.encode(prompt)
+    for token in generate_tokens(model, variables, prompt_ids, max_tokens, temperature, top_k, top_p, seed, patches):
         yield decoder.decode(bytes([token]))
     yield decoder.decode(b"", True)

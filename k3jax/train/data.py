@@ -6,6 +6,7 @@ its step number alone: no iterator state is saved.
 
 from __future__ import annotations
 
+import abc
 import glob
 import hashlib
 import logging
@@ -13,12 +14,13 @@ import os
 import sysconfig
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 log = logging.getLogger(__name__)
 
-Batch = dict[str, np.ndarray]
+Batch = dict[str, Any]  # of arrays
 
 # Folders of the standard library that hold other packages, tests full of deliberately odd text, or a
 # generated file of help texts so long (7 % of all bytes) that the split would hang on its side.
@@ -143,7 +145,72 @@ def split_files(files: Sequence[Path], held_out: float = 0.05) -> tuple[list[Pat
     return [file for file in files if file not in held], [file for file in files if file in held]
 
 
-class ByteDataset:
+class RowDataset(abc.ABC):
+    """Rows of `seq_len` tokens, visited in an order of its own in every epoch.
+
+    A subclass says how many there are (`__len__`) and gives the batch of some by number (`_cut`); a number behind the
+    last gives padding.
+    """
+
+    vocab_size = ByteTokenizer.vocab_size
+
+    def __init__(self, seq_len: int, batch_size: int, seed: int = 0):
+        for name, value, least in (("seq_len", seq_len, 1), ("batch_size", batch_size, 1), ("seed", seed, 0)):
+            if value < least:
+                raise ValueError(f"{name} must be at least {least}, not {value}")
+        self.seq_len, self.batch_size, self.seed = seq_len, batch_size, seed
+        self._epoch, self._order = -1, np.empty(0, np.int64)
+
+    @abc.abstractmethod
+    def __len__(self) -> int: ...
+
+    @abc.abstractmethod
+    def _cut(self, windows: np.ndarray, images: bool = True) -> Batch: ...
+
+    def epoch(self, step: int) -> float:
+        """Passes over the windows completed before `step`."""
+        return step * self.batch_size / len(self)
+
+    def batch(self, step: int, rows: slice | np.ndarray = slice(None)) -> Batch:
+        """Rows `rows` (or their numbers) of training batch `step`, [rows of B, T]: a process asks only for its share.
+
+        Sample n = step*B + row is window order_e[n mod W] of epoch e = n div W, over all W = len(self)
+        windows: an epoch visits each exactly once, in an order of its own, and batches run on across epochs.
+        """
+        samples = step * self.batch_size + np.arange(self.batch_size)[rows]
+        epochs, places = np.divmod(samples, len(self))
+        windows = np.empty_like(places)
+        for epoch in np.unique(epochs):
+            windows[epochs == epoch] = self._order_of(int(epoch))[places[epochs == epoch]]
+        return self._cut(windows)
+
+    def windows(
+        self, limit: int | None = None, rows: slice | np.ndarray = slice(None), images: bool = True
+    ) -> Iterator[Batch]:
+        """Batches of all windows in order, or of `limit` spread evenly; the last is filled up with padding.
+
+        Over all windows each byte that has a predecessor in its document has weight 1 exactly once. `rows`
+        picks rows of every batch, as in `batch`; `images=False` leaves images unread.
+        """
+        count = len(self) if limit is None else min(limit, len(self))
+        chosen = np.arange(count) * len(self) // max(count, 1)
+        past_the_end = len(self) + 1
+        for first in range(0, count, self.batch_size):
+            windows = np.full(self.batch_size, past_the_end)
+            picked = chosen[first : first + self.batch_size]
+            windows[: len(picked)] = picked
+            yield self._cut(windows[rows], images)
+
+    def _order_of(self, epoch: int) -> np.ndarray:
+        if epoch != self._epoch:
+            # Sorted raw Philox words, whose stream NumPy keeps stable: Generator.permutation may differ
+            # between versions, and a resumed run must see the same text.
+            words = np.random.Philox(np.random.SeedSequence([self.seed, epoch])).random_raw(len(self))
+            self._epoch, self._order = epoch, np.argsort(words, kind="stable")
+        return self._order
+
+
+class ByteDataset(RowDataset):
     """Documents packed back to back into one stream of bytes, cut into windows of T = `seq_len` inputs.
 
     Window i has inputs stream[iT : iT+T] and targets stream[iT+1 : iT+T+1]; together the windows hold each
@@ -160,13 +227,9 @@ class ByteDataset:
     (array([[1, 1, 1, 2]], dtype=int32), array([[1., 1., 0., 1.]], dtype=float32))
     """
 
-    vocab_size = ByteTokenizer.vocab_size
-
     def __init__(self, documents: Iterable[bytes], seq_len: int, batch_size: int, seed: int = 0):
         """Raises ValueError for sizes below 1, a negative seed, or less text than fills one window."""
-        for name, value, least in (("seq_len", seq_len, 1), ("batch_size", batch_size, 1), ("seed", seed, 0)):
-            if value < least:
-                raise ValueError(f"{name} must be at least {least}, not {value}")
+        super().__init__(seq_len, batch_size, seed)
         stream, starts = bytearray(), []
         for document in documents:
             if document:
@@ -176,10 +239,8 @@ class ByteDataset:
             raise ValueError(f"the data set is smaller than one window: {len(starts)} documents hold "
                              f"{len(stream)} bytes and seq_len={seq_len} needs {seq_len + 1}; "
                              "give more text (data.paths) or a shorter data.seq_len")
-        self.seq_len, self.batch_size, self.seed = seq_len, batch_size, seed
         self._stream = np.frombuffer(stream, np.uint8)
         self._starts = np.asarray(starts, np.int64)
-        self._epoch, self._order = -1, np.empty(0, np.int64)
 
     @classmethod
     def from_files(cls, files: Iterable[Path], seq_len: int, batch_size: int, seed: int = 0) -> ByteDataset:
@@ -200,47 +261,7 @@ class ByteDataset:
         """Bytes with a predecessor in their own document: what one pass over all windows predicts."""
         return self.tokens - len(self._starts)
 
-    def epoch(self, step: int) -> float:
-        """Passes over the windows completed before `step`."""
-        return step * self.batch_size / len(self)
-
-    def batch(self, step: int, rows: slice | np.ndarray = slice(None)) -> Batch:
-        """Rows `rows` (or their numbers) of training batch `step`, [rows of B, T]: a process asks only for its share.
-
-        Sample n = step*B + row is window order_e[n mod W] of epoch e = n div W, over all W = len(self)
-        windows: an epoch visits each exactly once, in an order of its own, and batches run on across epochs.
-        """
-        samples = step * self.batch_size + np.arange(self.batch_size)[rows]
-        epochs, places = np.divmod(samples, len(self))
-        windows = np.empty_like(places)
-        for epoch in np.unique(epochs):
-            windows[epochs == epoch] = self._order_of(int(epoch))[places[epochs == epoch]]
-        return self._cut(windows)
-
-    def windows(self, limit: int | None = None, rows: slice | np.ndarray = slice(None)) -> Iterator[Batch]:
-        """Batches of all windows in order, or of `limit` spread evenly; the last is filled up with padding.
-
-        Over all windows each byte that has a predecessor in its document has weight 1 exactly once. `rows`
-        picks rows of every batch, as in `batch`.
-        """
-        count = len(self) if limit is None else min(limit, len(self))
-        chosen = np.arange(count) * len(self) // max(count, 1)
-        past_the_end = len(self) + 1
-        for first in range(0, count, self.batch_size):
-            windows = np.full(self.batch_size, past_the_end)
-            picked = chosen[first : first + self.batch_size]
-            windows[: len(picked)] = picked
-            yield self._cut(windows[rows])
-
-    def _order_of(self, epoch: int) -> np.ndarray:
-        if epoch != self._epoch:
-            # Sorted raw Philox words, whose stream NumPy keeps stable: Generator.permutation may differ
-            # between versions, and a resumed run must see the same text.
-            words = np.random.Philox(np.random.SeedSequence([self.seed, epoch])).random_raw(len(self))
-            self._epoch, self._order = epoch, np.argsort(words, kind="stable")
-        return self._order
-
-    def _cut(self, windows: np.ndarray) -> Batch:
+    def _cut(self, windows: np.ndarray, images: bool = True) -> Batch:
         positions = windows[:, None] * self.seq_len + np.arange(self.seq_len + 1)[None, :]
         real = positions < self.tokens
         ids = np.where(real, self._stream[np.minimum(positions, self.tokens - 1)], 0).astype(np.int32)
@@ -251,7 +272,7 @@ class ByteDataset:
                 "weights": same_document.astype(np.float32)}
 
 
-def bigram_nats(train: ByteDataset, held_out: ByteDataset, limit: int | None = None) -> float:
+def bigram_nats(train: RowDataset, held_out: RowDataset, limit: int | None = None) -> float:
     """Nats per byte, on the weighted targets of `held_out.windows(limit)`, of a bigram counted on `train`.
 
     p(b|a) = (n(ab) + alpha u(b)) / (n(a) + alpha) with u(b) = (n(b) + 1) / (n + 256), n over the pairs within
@@ -280,10 +301,10 @@ def bigram_nats(train: ByteDataset, held_out: ByteDataset, limit: int | None = N
     return float(-(scored * log_p).sum() / scored.sum())
 
 
-def _pair_counts(data: ByteDataset, limit: int | None = None) -> np.ndarray:
+def _pair_counts(data: RowDataset, limit: int | None = None) -> np.ndarray:
     """How often target b follows input a, [256, 256] int64 at [a, b], over the windows' weighted targets."""
     counts = np.zeros(256 * 256, np.int64)
-    for batch in data.windows(limit):
+    for batch in data.windows(limit, images=False):
         pairs = batch["tokens"] * 256 + batch["targets"]
         counts += np.bincount(pairs[batch["weights"] > 0], minlength=256 * 256)
     return counts.reshape(256, 256)

@@ -22,8 +22,10 @@ from k3jax.run_config import RunConfig
 from k3jax.sharding import make_mesh
 from k3jax.train import step as training
 from k3jax.train.checkpoint import Checkpoints, meet, resolve
-from k3jax.train.data import ByteDataset, bigram_nats, find_text, split_files
+from k3jax.train.data import ByteDataset, RowDataset, bigram_nats, find_text, split_files
 from k3jax.train.log import RunLog
+from k3jax.train.pairs import PairDataset, find_pairs, split_pairs
+from k3jax.vision.batch import patch_unit
 
 
 class Diverged(ValueError):
@@ -50,14 +52,19 @@ class Result:
         os.replace(temporary, path)
 
 
-def open_data(config: RunConfig) -> tuple[ByteDataset, ByteDataset]:
+def open_data(config: RunConfig) -> tuple[RowDataset, RowDataset]:
     """Train and held-out data of a run."""
     if config.model.vocab_size < ByteDataset.vocab_size:
         raise ValueError(
             f"model.vocab_size={config.model.vocab_size}: must be at least {ByteDataset.vocab_size}, one token a byte"
         )
-    files = split_files(find_text(config.data.paths), config.data.held_out)
     data = config.data
+    if data.pairs:
+        parts = split_pairs(find_pairs(data.pairs), data.held_out)
+        vision = config.model.vision
+        unit = patch_unit(vision, config.mesh.context * config.mesh.tensor)  # the devices that share a row
+        return tuple(PairDataset(part, vision, data.seq_len, data.batch_size, data.seed, unit) for part in parts)
+    files = split_files(find_text(data.paths), data.held_out)
     return tuple(ByteDataset.from_files(part, data.seq_len, data.batch_size, data.seed) for part in files)
 
 
@@ -194,7 +201,7 @@ def describe(config: RunConfig, kind: str = "run") -> dict[str, Any]:
     return meta
 
 
-def evaluate(config: RunConfig, state: training.TrainState, held_out: ByteDataset, mesh) -> tuple[float, int]:
+def evaluate(config: RunConfig, state: training.TrainState, held_out: RowDataset, mesh) -> tuple[float, int]:
     """(mean loss in nats per byte, bytes) over `train.eval_windows` held-out windows, by the model as trained."""
     model = training.make_model(config)
 

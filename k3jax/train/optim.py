@@ -8,7 +8,7 @@ import optax
 from k3jax.run_config import TrainConfig
 
 # Parameters that are not matrices of a linear map (vectors, gates, short convolutions) are not decayed.
-_NOT_DECAYED = ("norm", "A_log", "dt_bias", "conv1d", "res_proj")
+_NOT_DECAYED = ("norm", "A_log", "dt_bias", "conv1d", "res_proj", "pos_emb")
 
 
 def schedule(train: TrainConfig) -> optax.Schedule:

@@ -22,6 +22,9 @@ from k3jax.sharding import current_mesh, spec, tree_shardings, ways
 from k3jax.train.optim import make_optimizer
 
 
+VISION = ("vision_tower", "mm_projector")  # the parameters that only images use
+
+
 @flax.struct.dataclass
 class TrainState:
     """Everything a step changes: `step` int32, `params`, `router` (biases), `opt_state`."""
@@ -80,10 +83,13 @@ def _boxed_state(config: RunConfig) -> TrainState:
 def batch_loss(model: K3, params, router, batch: dict[str, Array], total_weight: Array) -> tuple[Array, Any]:
     """sum_t weight_t loss_t / total_weight in nats, and the router's statistics.
 
-    `batch`: tokens, targets, segment_ids [B,T] int32 and weights [B,T] (0 where a position is not learnt).
+    `batch`: tokens, targets, segment_ids [B,T] int32, weights [B,T] (0 where a position is not learnt), and `Images` as
+    "images" where there are any.
     """
     variables = {"params": params, "router": router}
-    out = model.apply(variables, batch["tokens"], segment_ids=batch["segment_ids"])
+    out = model.apply(
+        variables, batch["tokens"], segment_ids=batch["segment_ids"], pixel_values=batch.get("images")
+    )
     head = lambda hidden: model.apply(variables, hidden, method="unembed")  # noqa: E731
     parts = ways("batch", current_mesh()), ways("time", current_mesh())
     loss = cross_entropy(out.hidden, head, batch["targets"], batch["weights"], ways=parts)
@@ -119,6 +125,9 @@ def make_train_step(config: RunConfig, shardings: TrainState):
 
         with jax.numpy_dtype_promotion("standard"):  # optax counts steps in integers and raises floats to them
             updates, opt_state = optimizer.update(gradients, state.opt_state, state.params)
+        if "images" not in batch:  # what no image passed through keeps its bits: weight decay alone would wear it down
+            unused = {name: jax.tree.map(jnp.zeros_like, updates[name]) for name in VISION if name in updates}
+            updates = {**updates, **unused}
         params = optax.apply_updates(state.params, updates)
         router = state.router
         if config.train.quantile_balancing:
@@ -169,15 +178,15 @@ def process_rows(count: int, mesh) -> np.ndarray:
     return np.unique(np.concatenate([np.arange(count)[rows] for (rows,) in places.values()]))
 
 
-def shard_batch(batch: dict, mesh, count: int | None = None) -> dict[str, Array]:
-    """Host arrays to the mesh, rows over the batch axes: whole [B,T], or with `count` = B those of `process_rows`."""
-    total = len(next(iter(batch.values()))) if count is None else count
+def shard_batch(batch: dict, mesh, count: int | None = None) -> dict[str, Any]:
+    """Host arrays to the mesh, rows over the batch axes: whole [B,...], or with `count` = B those of `process_rows`."""
+    total = len(batch["tokens"]) if count is None else count
     rows = np.arange(total) if count is None else process_rows(total, mesh)
 
     def place(x):
         shape = (total, *x.shape[1:])
-        sharding = NamedSharding(mesh, spec(("batch", None), shape, mesh))
+        sharding = NamedSharding(mesh, spec(("batch", *[None] * (x.ndim - 1)), shape, mesh))
         part = lambda index: x[np.searchsorted(rows, np.arange(total)[index[0]])]  # noqa: E731
         return jax.make_array_from_callback(shape, sharding, part)
 
-    return {name: place(x) for name, x in batch.items()}
+    return jax.tree.map(place, batch)

@@ -36,7 +36,7 @@ def test_values_and_places(copy_golden):
     copy = copy_golden("k3_tiny")
     raw = stored(copy)
     variables = load_hf(copy.folder, param_dtype=jnp.float64)
-    assert set(variables) == {"params", "router", "vision"}
+    assert set(variables) == {"params", "router"}
     layer = variables["params"]["segment_1"]["layer_0"]  # layers 4, 5 and 6
     attn, moe = layer["self_attn"], layer["block_sparse_moe"]
 
@@ -56,9 +56,11 @@ def test_values_and_places(copy_golden):
         name = f"{LAYER5}block_sparse_moe.experts.7.{w}.weight"
         expected = decoded(raw[f"{name}_packed"], raw[f"{name}_scale"])
         same(moe["experts"][w][1, 7], expected, expected.shape)
-    name = "vision_tower.encoder.blocks.1.wqkv.weight"
-    assert variables["vision"][name].dtype == jnp.bfloat16
-    np.testing.assert_array_equal(np.asarray(variables["vision"][name]), raw[name])
+    tower, projector = variables["params"]["vision_tower"], variables["params"]["mm_projector"]
+    same(tower["blocks"]["wqkv"][1], raw["vision_tower.encoder.blocks.1.wqkv.weight"], (3, 2, 24, 32))
+    same(tower["blocks"]["fc1"][0], raw["vision_tower.encoder.blocks.0.mlp.fc1.weight"], (32, 64))
+    same(tower["pos_emb"], raw["vision_tower.patch_embed.pos_emb.weight"], (8, 8, 32))
+    same(projector["proj_2"], raw["mm_projector.proj.2.weight"], (64, 128))
 
 
 def test_packed_experts_are_the_stored_bytes(copy_golden):
@@ -84,10 +86,7 @@ def test_types_and_shapes_of_the_whole_tree(copy_golden, model, dtype):
     assert {path: leaf.shape for path, leaf in flat.items()} == tree_shapes(cfg, "dequantized")
     kept = {"A_log", "dt_bias", "o_norm", "q_conv1d", "k_conv1d", "v_conv1d", "e_score_correction_bias"}
     for path, leaf in flat.items():
-        if path[0] == "vision":
-            expected = jnp.bfloat16
-        else:
-            expected = jnp.float32 if path[-1] in kept and dtype != jnp.float64 else dtype
+        expected = jnp.float32 if path[-1] in kept and dtype != jnp.float64 else dtype
         assert leaf.dtype == expected, path
 
 

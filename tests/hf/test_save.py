@@ -227,7 +227,8 @@ def test_a_packed_scale_that_is_nan(k3, tmp_path):
         ((*EXPERTS, "w1"), np.zeros((3, 12, 64, 32)), "experts/w1: not a leaf of this model"),
         ((*EXPERTS, "w1_scale"), np.zeros((3, 12, 64, 1), np.int8), "found type int8, expected uint8"),
         (BIAS, None, "router/.*/e_score_correction_bias: missing"),
-        (("vision", "mm_projector.post_norm.weight"), None, "vision/mm_projector.post_norm.weight: missing"),
+        (("params", "mm_projector", "post_norm"), None, "params/mm_projector/post_norm: missing"),
+        (("params", "vision_tower", "blocks", "wo"), np.zeros((2, 32, 48)), r"wo: found shape \[2, 32, 48\], expected"),
     ],
 )
 def test_a_wrong_tree(k3, tmp_path, path, value, message):
@@ -237,8 +238,9 @@ def test_a_wrong_tree(k3, tmp_path, path, value, message):
 
 def test_a_vision_model_without_its_vision_tensors(k3, tmp_path):
     cfg, variables = k3
-    text = {name: tree for name, tree in variables.items() if name != "vision"}
-    refused(tmp_path, "vision: missing, but cfg.vision is set", cfg, text)
+    params = {name: tree for name, tree in variables["params"].items() if name not in ("vision_tower", "mm_projector")}
+    text = variables | {"params": params}
+    refused(tmp_path, "vision_tower: missing, but cfg.vision is set", cfg, text)
     save_hf(tmp_path / "out", dataclasses.replace(cfg, vision=None), text)
 
 

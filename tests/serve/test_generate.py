@@ -1,5 +1,7 @@
 """Generation against the model itself, and the sampler against hand-made distributions."""
 
+import dataclasses
+
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
@@ -7,10 +9,13 @@ import numpy as np
 import pytest
 
 import k3jax
+from k3jax.config import VisionConfig
 from k3jax.nn.model import init_variables
 from k3jax.serve.generate import generate_text, generate_tokens
 from k3jax.serve.sampler import sample
 from k3jax.train.data import ByteTokenizer
+from k3jax.train.pairs import encode_pair
+from k3jax.vision import preprocess
 
 
 @pytest.fixture(scope="module")
@@ -50,6 +55,48 @@ def test_prompts_are_checked(model):
         next(generate_tokens(model, variables, np.array([], np.int32), 4))
     with pytest.raises(ValueError, match=r"token id 256 at position \[1\] is outside the vocabulary of 256"):
         next(generate_tokens(model, variables, np.array([1, 256]), 4))
+
+
+# ---- images ----------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def seeing(tiny):
+    vision = VisionConfig(4, 6, 5, 4, 2, 1, 32, 64, 32, 32, 32, media_placeholder_token_id=255)
+    model = k3jax.K3(dataclasses.replace(tiny, vision=vision))
+    variables = nn.unbox(init_variables(model, jax.random.key(1)))
+    variables["params"]["lm_head"] = 30 * variables["params"]["lm_head"]
+    return model, variables
+
+
+def picture(seed, width=16, height=8):
+    return np.random.default_rng(seed).integers(0, 256, (height, width, 3), np.uint8)
+
+
+def test_an_image_and_a_clip_are_seen_where_they_stand(seeing):
+    model, variables = seeing
+    images = [preprocess(x, model.cfg.vision) for x in (picture(0), [picture(1), picture(2)])]
+    prompt = encode_pair("a<image>b<image>c", 2, model.cfg.vision)
+    found = list(generate_tokens(model, variables, prompt, 4, temperature=0.0, images=images))
+    text = prompt
+    inputs = {
+        "pixel_values": np.concatenate([x.values for x in images]), "grid_thws": np.array([x.grid for x in images])
+    }
+    for token in found:
+        logits = model.apply(variables, jnp.asarray(text)[None], **inputs).logits
+        assert logits.shape[1] == len(text) + 2  # two tokens in place of each placeholder
+        assert int(np.argmax(logits[0, -1])) == token
+        text = np.append(text, token)
+
+
+def test_images_and_placeholders_must_agree(seeing, model):
+    cfg = seeing[0].cfg.vision
+    image = preprocess(picture(0), cfg)
+    for prompt, images in (([97], [image]), ([97, 255], []), ([255, 255], [image])):
+        with pytest.raises(ValueError, match=f"found {prompt.count(255)} image placeholders .*, must be {len(images)}"):
+            next(generate_tokens(*seeing, np.array(prompt), 4, images=images))
+    with pytest.raises(ValueError, match="images: found 1, must be none: this model has no vision"):
+        next(generate_tokens(*model, np.array([97]), 4, images=[image]))
 
 
 def test_text_needs_a_byte_model():

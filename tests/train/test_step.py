@@ -207,3 +207,19 @@ def test_the_model_under_the_step(real):
     np.testing.assert_allclose(bias[0], expected, rtol=0, atol=1e-13)
     assert np.abs(bias - old).max() > 0.01
     assert stats.load.sum() == K * np.sum(np.asarray(batch["segment_ids"]) > 0)
+
+
+@pytest.mark.parametrize("images", [False, True])
+def test_only_images_change_what_they_pass_through(monkeypatch, images):
+    """Weight decay alone would wear down a tower that a run on text never uses."""
+    monkeypatch.setattr(training, "batch_loss", linear_loss)
+    train = dataclasses.replace(TRAIN, weight_decay=0.1)
+    seeing = {"vision_tower": {"wo": jnp.asarray(3.0)}, "mm_projector": {"proj_0": jnp.asarray(2.0)}}
+    params = {"w_proj": jnp.asarray(4.0)} | seeing
+    state = hand_state(train)
+    state = state.replace(params=params, opt_state=training.make_optimizer(train).init(params))
+    batch = hand_batch() | ({"images": jnp.zeros((6, 1))} if images else {})
+    new, _ = make_train_step(RunConfig(MODEL, train=train), None)(state, batch)
+    assert float(new.params["w_proj"]) != 4
+    kept = [float(new.params["vision_tower"]["wo"]) == 3, float(new.params["mm_projector"]["proj_0"]) == 2]
+    assert kept == [not images] * 2

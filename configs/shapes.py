@@ -1,0 +1,45 @@
+"""A small Kimi K3 with its vision tower learns to say what a picture shows.
+
+Command: python launch/shapes.py runs/shapes/data && python -m k3jax train --config configs/shapes.py
+Time: TIME. Result: RESULT
+"""
+
+import dataclasses
+import runpy
+from pathlib import Path
+
+from k3jax.config import VisionConfig
+from k3jax.run_config import DataConfig, RunConfig, TrainConfig
+
+ROOT = Path(__file__).resolve().parents[1]
+
+# The quickstart's model with five of its layers, and byte 255, which no text holds, for images.
+model = dataclasses.replace(
+    runpy.run_path(str(ROOT / "configs" / "quickstart.py"))["model"],
+    num_hidden_layers=5,
+    kda_layers=(1, 2, 3),
+    full_attn_layers=(4, 5),
+    vision=VisionConfig(
+        patch_size=14,
+        init_pos_emb_height=8,
+        init_pos_emb_width=8,
+        init_pos_emb_time=4,
+        vt_num_attention_heads=4,
+        vt_num_hidden_layers=3,
+        vt_hidden_size=96,
+        vt_intermediate_size=192,
+        qkv_hidden_size=128,
+        mm_hidden_size=96,
+        text_hidden_size=128,
+        media_placeholder_token_id=255,
+    ),
+)
+
+config = RunConfig(
+    model=model,
+    data=DataConfig(pairs=(str(ROOT / "runs" / "shapes" / "data" / "pairs.jsonl"),), seq_len=160, batch_size=8),
+    train=TrainConfig(
+        steps=500, learning_rate=2e-3, warmup_fraction=0.1, remat=False, checkpoint_every=100, log_every=20
+    ),
+    out=str(ROOT / "runs" / "shapes" / "run"),
+)
