@@ -155,7 +155,7 @@ def calls(monkeypatch):
     monkeypatch.setattr(k3jax, "serve", serve, raising=False)
     monkeypatch.setattr(runtime, "setup", record("setup"))
     stand_in(k3jax.train, "loop", train=record("train"))
-    stand_in(k3jax.train, "export", export_checkpoint=record("export"), import_checkpoint=record("import"))
+    stand_in(k3jax.train, "convert", export_checkpoint=record("export"), import_checkpoint=record("import"))
     stand_in(k3jax.hf, "inspect", report=record("report", "2.8T parameters"))
     stand_in(serve, "generate", generate_text=record("generate_text", iter(["Hel", "lo"])))
     return made
@@ -191,8 +191,8 @@ def test_convert_and_inspect(calls, capsys):
     assert cli.main(["convert", "import", "c", "d"]) == 0
     assert cli.main(["inspect", "e"]) == 0
     assert [call for call in calls if call[0] != "setup"] == [
-        ("export", ("a", "b"), {}),
-        ("import", ("c", "d"), {}),
+        ("export", ("a", "b"), {"max_shard_size": 5 * 10**9, "memory": 2**31}),
+        ("import", ("c", "d"), {"experts": "dequantized", "layers": None, "memory": 2**31}),
         ("report", ("e",), {}),
     ]
     assert capsys.readouterr().out == "2.8T parameters\n"

@@ -173,8 +173,8 @@ def _first_state(config: RunConfig, mesh):
     abstract, shardings = training.abstract_state(config, mesh)
     if meta["kind"] == "run":
         return checkpoints.restore(number, abstract)[0], shardings
-    # Weights alone, as `convert import` writes them: the optimizer starts anew.
-    weights, _ = checkpoints.restore(number, {"params": abstract.params, "router": abstract.router}, partial=True)
+    # Weights alone, in the types they are stored in, as `convert import` writes them: the optimizer starts anew.
+    weights, _ = checkpoints.restore(number, {"params": abstract.params, "router": abstract.router}, partial=True, widen=True)
     fresh, _ = training.init_state(config, mesh)
     return fresh.replace(**weights), shardings
 
@@ -219,6 +219,6 @@ def restore_weights(checkpoint: str | Path, param_dtype=jnp.float32) -> tuple[Mo
     checkpoints = Checkpoints(folder)
     meta = checkpoints.read_meta(number)
     cfg = ModelConfig.from_hf(meta["model"])
-    model = K3(cfg, param_dtype=param_dtype)
+    model = K3(cfg, param_dtype=param_dtype, experts=meta.get("experts", "dequantized"))
     abstract = jax.eval_shape(lambda: nn.unbox(init_variables(model, jax.random.key(0))))
-    return cfg, checkpoints.restore(number, abstract, partial=True)[0], meta
+    return cfg, checkpoints.restore(number, abstract, partial=True, widen=True)[0], meta

@@ -114,12 +114,15 @@ def test_one_shard_without_an_index(copy_golden):
     assert jax.tree.all(jax.tree.map(lambda a, b: bool((a == b).all()), load_hf(copy.folder), expected))
 
 
-def test_shards_may_be_links_to_elsewhere(copy_golden, tmp_path):
+def test_shards_may_be_links_into_the_hub_s_cache(copy_golden, tmp_path):
     copy = copy_golden("kimi_linear_tiny")
-    (tmp_path / "blobs").mkdir()
-    for file in copy.folder.glob("*.safetensors"):
-        file.symlink_to(file.rename(tmp_path / "blobs" / file.name))
-    assert load_hf(copy.folder)["params"]["norm"].shape == (64,)
+    (tmp_path / "models--kimi" / "blobs").mkdir(parents=True)
+    (tmp_path / "models--kimi" / "snapshots").mkdir()
+    revision = copy.folder.rename(tmp_path / "models--kimi" / "snapshots" / "5f1c")
+    for i, file in enumerate(revision.glob("*.safetensors")):
+        file.rename(tmp_path / "models--kimi" / "blobs" / str(i))
+        file.symlink_to(f"../../blobs/{i}")
+    assert load_hf(revision)["params"]["norm"].shape == (64,)
 
 
 def test_a_config_given_beats_the_folder_s(copy_golden):
@@ -238,7 +241,7 @@ def test_damage_is_named_before_data_is_read(copy_golden, monkeypatch, damage):
     copy = copy_golden("k3_tiny")
     change, message = DAMAGE[damage]
     change(copy)
-    monkeypatch.setattr(Checkpoint, "read", lambda self, name: pytest.fail(f"read {name}"))
+    monkeypatch.setattr(Checkpoint, "read", lambda self, spans, out: pytest.fail(f"read {next(iter(spans))}"))
     with pytest.raises(CheckpointError, match=message) as caught:
         load_hf(copy.folder)
     assert "\n" not in str(caught.value) and str(copy.folder) in str(caught.value)

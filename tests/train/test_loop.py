@@ -12,7 +12,7 @@ import k3jax
 from k3jax.run_config import DataConfig, MeshConfig, RunConfig, TrainConfig
 from k3jax.train import loop
 from k3jax.train.checkpoint import Checkpoints
-from k3jax.train.export import export_checkpoint, import_checkpoint
+from k3jax.train.convert import export_checkpoint, import_checkpoint
 from k3jax.train.step import abstract_state
 
 @pytest.fixture(scope="module")
