@@ -105,12 +105,15 @@ HELP_SAYS = {
     "": ["train", "generate", "convert", "bench", "inspect"],
     "train": ["--config", "--train.beta1 FLOAT", "Peak learning rate", "--mesh.fsdp INT", "num_experts", "strategy="],
     "generate": ["--prompt", "--experts {packed,dequantized}", "--top-k"],
-    "convert": ["export", "import"],
-    "convert export": ["SOURCE", "DESTINATION"],
-    "bench": ["kda", "strategies"],
+    "convert": ["export", "import", "synthesize"],
+    "convert import": ["SOURCE", "DESTINATION", "--experts {dequantized,packed}", "--layers", "--memory-gib FLOAT"],
+    "convert export": ["SOURCE", "DESTINATION", "--shard-gb FLOAT", "--memory-gib FLOAT"],
+    "convert synthesize": ["CONFIG", "DESTINATION", "--layers", "--num-experts", "--seed INT"],
+    "bench": ["convert", "kda", "strategies"],
+    "bench convert": ["--folder STR", "--gib FLOAT", "--repeats INT", "--dequantized", "--out"],
     "bench kda": ["--tokens INT", "--dtype {float32,bfloat16}", "--long-tokens", "--decode-batch", "--out"],
     "bench strategies": ["--config STR", "--strategies", "--steps INT", "--out"],
-    "inspect": ["PATH"],
+    "inspect": ["PATH", "--tensor"],
 }
 
 
@@ -193,7 +196,7 @@ def test_convert_and_inspect(calls, capsys):
     assert [call for call in calls if call[0] != "setup"] == [
         ("export", ("a", "b"), {"max_shard_size": 5 * 10**9, "memory": 2**31}),
         ("import", ("c", "d"), {"experts": "dequantized", "layers": None, "memory": 2**31}),
-        ("report", ("e",), {}),
+        ("report", (Path("e"),), {}),
     ]
     assert capsys.readouterr().out == "2.8T parameters\n"
 
@@ -271,14 +274,23 @@ def test_bench_ends_with_2_after_its_table_where_a_result_is_wrong(benchmark, ca
         ("x", "x: no such command; must be one of train, generate, convert, bench, inspect"),
         ("train", "Missing from python -m k3jax train: --config STR"),
         ("train --config none.py", "none.py: no such file"),
-        ("convert", "Expected one of {export, import}."),
+        ("convert", "Expected one of {export, import, synthesize}."),
+        ("convert import a b --layers 0", "--layers 0: must be at least 1"),
+        ("convert import a b --memory-gib 0", "--memory-gib 0.0: must be above 0"),
+        ("convert export a b --shard-gb 0", "--shard-gb 0.0: must be above 0"),
+        ("convert synthesize none.json b", "none.json: no such file"),
+        ("convert synthesize none.py b", "none.py: no such file"),
+        ("convert synthesize a b --seed -1", "--seed -1: must be 0 or more"),
         ("convert export a", "Missing from python -m k3jax convert export: DESTINATION"),
         ("convert export a b c", "c: unknown argument; `python -m k3jax convert --help` lists them"),
         ("generate a --prompt b --max-tokens x", "Error parsing --max-tokens: invalid literal for int()"),
         ("generate a --prompt b --experts x", "invalid choice 'x' for argument '--experts'"),
         ("generate a --prompt b --top-p 0", "--top-p 0.0: must be above 0 and at most 1"),
         ("generate a --prompt b --max-tokens 0", "--max-tokens 0: must be at least 1"),
-        ("bench", "Expected one of {kda, moe, step, strategies}."),
+        ("bench", "Expected one of {convert, kda, moe, step, strategies}."),
+        ("bench convert --folder none", "--folder none: must be a folder that exists"),
+        ("bench convert --gib -1", "--gib -1.0: must be 0 or more"),
+        ("bench convert --repeats 0", "--repeats 0: must be at least 1"),
         ("bench step --repeats 0", "--repeats 0: must be at least 1"),
         ("bench step --decode-batch -1", "--decode-batch -1: must be 0 or more"),
         ("bench step --config none.py", "none.py: no such file"),
@@ -313,7 +325,7 @@ def test_mistakes_are_one_line_in_a_terminal(encoding):
     command = [sys.executable, "-m", "k3jax", "convert"]
     done = subprocess.run(command, stdout=theirs, stderr=subprocess.PIPE, cwd=ROOT, env=environment)
     os.close(ours), os.close(theirs)
-    assert (done.returncode, done.stderr) == (2, b"error: Expected one of {export, import}.\n")
+    assert (done.returncode, done.stderr) == (2, b"error: Expected one of {export, import, synthesize}.\n")
 
 
 def test_bad_settings_stop_before_jax_is_set_up(calls, capsys, config_file):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Annotated, Literal
 
 from tyro.conf import Positional, subcommand
@@ -83,7 +84,7 @@ class Synthesize:
     """
 
     config: Positional[str]
-    """A released config.json or its folder, or a Python file that defines a run's `config`."""
+    """A released config.json or its folder, or a Python file that defines `model`."""
     destination: Positional[str]
     """Folder to write."""
     layers: int | None = None
@@ -101,11 +102,9 @@ class Synthesize:
             ("seed", self.seed, self.seed >= 0, "0 or more"),
             ("shard-gb", self.shard_gb, self.shard_gb > 0, "above 0"),
         )
-        from k3jax import run_config
-        from k3jax.config import ModelConfig
+        from k3jax.run_config import load_model
 
-        python = self.config.endswith(".py")
-        cfg = run_config.load_config(self.config).model if python else ModelConfig.from_hf(self.config)
+        cfg = load_model(self.config)
         cfg = cfg if self.layers is None else cfg.first_layers(self.layers)
         cfg = cfg if self.num_experts is None else dataclasses.replace(cfg, num_experts=self.num_experts)
         from k3jax import runtime
@@ -132,12 +131,20 @@ class Convert:
 
 @dataclass(frozen=True)
 class Inspect:
-    """Say what a configuration or checkpoint holds."""
+    """Say what a configuration or checkpoint holds, of which only headers are read."""
 
     path: Positional[str]
-    """A released config.json, or a checkpoint folder."""
+    """A released config.json, a folder of the released layout, or the checkpoint of a run or an import."""
+    tensor: str | None = None
+    """Statistics of one tensor, which is read: its released name, or in a run's checkpoint a leaf's dotted path."""
 
     def run(self) -> None:
-        from k3jax.hf import inspect
+        path = Path(self.path)
+        if path.is_dir() and not (path / "config.json").is_file():
+            from k3jax.train import inspect
 
-        print(inspect.report(self.path))
+            print(inspect.report(path) if self.tensor is None else inspect.tensor_report(path, self.tensor))
+        else:
+            from k3jax.hf import inspect, statistics
+
+            print(inspect.report(path) if self.tensor is None else statistics.tensor_report(path, self.tensor))

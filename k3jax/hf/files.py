@@ -205,11 +205,18 @@ def released_names(cfg: ModelConfig) -> set[str]:
     return {name for leaf in table(cfg) for repeat in range(leaf.repeats) for name in leaf.names(repeat)}
 
 
-def describe(problems: dict[str, str], limit: int = 5) -> str:
-    """One line: the first problems and how many there are."""
-    lines = [f"{name}: {problem}" for name, problem in sorted(problems.items())]
-    more = [f"and {len(lines) - limit} more"] if len(lines) > limit else []
-    return f"{len(lines)} problem{'s'[: len(lines) != 1]}: " + "; ".join(lines[:limit] + more)
+def describe(problems: dict[str, str], limit: int = 10) -> str:
+    """All problems in one line; those of tensors whose names differ in numbers alone are one, and beyond `limit` a number."""
+    groups: dict[tuple[str, str], list[str]] = {}
+    for name, problem in sorted(problems.items()):
+        groups.setdefault((re.sub(r"\.\d+\.", ".*.", name), problem), []).append(name)
+    lines = [
+        f"{names[0]}: {problem}" if len(names) == 1 else f"{pattern} ({len(names)} of them): {problem}"
+        for (pattern, problem), names in groups.items()
+    ]
+    count = len(problems)
+    more = [f"and {len(lines) - limit} more kinds"] if len(lines) > limit else []
+    return f"{count} problem{'s'[: count != 1]}: " + "; ".join(lines[:limit] + more)
 
 
 def misplaced(folder: Path, shard: str) -> str | None:

@@ -45,8 +45,8 @@ def boxes(shape: Sequence[int], piece: Sequence[int]) -> Iterator[Box]:
     return itertools.product(*axes)
 
 
-def piece_shape(shape: Sequence[int], itemsize: int, limit: int = PIECE_BYTES) -> tuple[int, ...]:
-    """The largest piece of at most `limit` bytes that is whole on the last axes, so that its values lie together.
+def piece_shape(shape: Sequence[int], itemsize: int) -> tuple[int, ...]:
+    """The largest piece of at most `PIECE_BYTES` that is whole on the last axes, so that its values lie together.
 
     Where an axis is cut, a divisor of its size is taken if one is not far below what fits: meshes split in divisors.
 
@@ -57,9 +57,9 @@ def piece_shape(shape: Sequence[int], itemsize: int, limit: int = PIECE_BYTES) -
     piece = list(shape)
     for axis, size in enumerate(shape):
         one = itemsize * math.prod(shape[axis + 1 :])
-        most = max(1, limit // one)
-        if most >= size:
+        if one * size <= PIECE_BYTES:
             break
+        most = max(1, PIECE_BYTES // one)
         piece[axis] = next((n for n in range(most, most // 2, -1) if size % n == 0), most)
         if most > 1:
             break

@@ -394,7 +394,7 @@ def _check(path: Path, found: dict[str, Any], wanted: dict[str, Any], partial: b
 
 def _widens(found: Any, wanted: Any) -> bool:
     floats = jnp.issubdtype(found.dtype, jnp.floating) and jnp.issubdtype(wanted.dtype, jnp.floating)
-    return floats and found.shape == wanted.shape and jnp.promote_types(found.dtype, wanted.dtype) == wanted.dtype
+    return floats and found.shape == wanted.shape and np.promote_types(found.dtype, wanted.dtype) == wanted.dtype
 
 
 def _describe(leaf: Any) -> str:

@@ -6,19 +6,41 @@ import hashlib
 import json
 from functools import partial
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal, NamedTuple
 
 import ml_dtypes
 import numpy as np
 
 from k3jax.config import ModelConfig
-from k3jax.hf.files import CheckpointError, released_names
+from k3jax.hf.files import Checkpoint, CheckpointError, released_names
 from k3jax.hf.load import open_checked, released_arrays
 from k3jax.hf.names import tree_shapes
 from k3jax.hf.pieces import Box, Pieced
 from k3jax.hf.save import SHARD_BYTES, write_released
 from k3jax.hf.stream import MEMORY, Job, run
 from k3jax.train.checkpoint import Checkpoints, PieceWriter, resolve
+
+
+class ImportPlan(NamedTuple):
+    """What an import will do: leaves to be read from a checkpoint that has been checked, and what is noted with them."""
+
+    checkpoint: Checkpoint
+    leaves: dict[tuple[str, ...], Pieced]
+    meta: dict[str, Any]
+    identity: str  # of all that the result depends on
+
+
+def plan_import(
+    source: str | Path, experts: Literal["dequantized", "packed"] = "dequantized", layers: int | None = None
+) -> ImportPlan:
+    """Checks a released checkpoint, by its headers, and says what `import_checkpoint` writes; it writes nothing itself."""
+    whole = ModelConfig.from_hf(source)
+    cfg = whole if layers is None else whole.first_layers(layers)
+    checkpoint = open_checked(source, cfg, experts, whole, None if layers is None else released_names(cfg))
+    leaves = released_arrays(cfg, checkpoint, np.dtype(ml_dtypes.bfloat16), experts)
+    meta = {"kind": "weights", "model": cfg.to_hf(), "experts": experts}
+    identity = hashlib.sha256(json.dumps([checkpoint.fingerprint, meta]).encode()).hexdigest()
+    return ImportPlan(checkpoint, leaves, meta, identity)
 
 
 def import_checkpoint(
@@ -36,18 +58,11 @@ def import_checkpoint(
 
     Raises `CheckpointError` naming all that is wrong with the headers before anything is written.
     """
-    whole = ModelConfig.from_hf(source)
-    cfg = whole if layers is None else whole.first_layers(layers)
-    wanted = None if layers is None else released_names(cfg)
-    checkpoint = open_checked(source, cfg, experts, whole, wanted)
-    leaves = released_arrays(cfg, checkpoint, np.dtype(ml_dtypes.bfloat16), experts)
-    meta = {"kind": "weights", "model": cfg.to_hf(), "experts": experts}
-    identity = hashlib.sha256(json.dumps([checkpoint.fingerprint, meta]).encode()).hexdigest()
-    total = sum(leaf.nbytes for leaf in leaves.values())
+    plan = plan_import(source, experts, layers)
     try:
-        writer = PieceWriter(Path(destination) / "checkpoints", 0, leaves, meta, identity)
+        writer = PieceWriter(Path(destination) / "checkpoints", 0, plan.leaves, plan.meta, plan.identity)
         jobs, written = [], set()
-        for path, leaf in leaves.items():
+        for path, leaf in plan.leaves.items():
             for number, box in enumerate(leaf.boxes()):
                 job = Job(f"{'/'.join(path)} {number}", _bytes(leaf, box), partial(_copy, leaf, writer, path, box))
                 jobs.append(job)
@@ -56,6 +71,7 @@ def import_checkpoint(
         run(jobs, "import", lambda job: None, written.__contains__, memory)
         writer.commit()
     except OSError as error:
+        total = sum(leaf.nbytes for leaf in plan.leaves.values())
         raise CheckpointError(
             f"{destination}: writing failed ({error.strerror}); {total} bytes of disk are needed; "
             "the same command goes on from what was written"
