@@ -159,7 +159,10 @@ def calls(monkeypatch):
     monkeypatch.setattr(runtime, "setup", record("setup"))
     stand_in(k3jax.train, "loop", train=record("train"))
     stand_in(k3jax.train, "convert", export_checkpoint=record("export"), import_checkpoint=record("import"))
+    stand_in(k3jax.train, "inspect", report=record("run's report", "a run"), tensor_report=record("run's tensor", "a leaf"))
     stand_in(k3jax.hf, "inspect", report=record("report", "2.8T parameters"))
+    stand_in(k3jax.hf, "statistics", tensor_report=record("tensor", "mean 0"))
+    stand_in(k3jax.hf, "synthesize", synthesize=record("synthesize"))
     stand_in(serve, "generate", generate_text=record("generate_text", iter(["Hel", "lo"])))
     return made
 
@@ -189,16 +192,43 @@ def test_generate_prints_the_pieces_as_one_text(calls, capsys):
     assert capsys.readouterr().out == "Hello\n"
 
 
-def test_convert_and_inspect(calls, capsys):
+def test_convert(calls):
     assert cli.main(["convert", "export", "a", "b"]) == 0
     assert cli.main(["convert", "import", "c", "d"]) == 0
-    assert cli.main(["inspect", "e"]) == 0
+    line = "convert import c d --experts packed --layers 3 --memory-gib 0.5"
+    assert cli.main(line.split()) == 0
     assert [call for call in calls if call[0] != "setup"] == [
         ("export", ("a", "b"), {"max_shard_size": 5 * 10**9, "memory": 2**31}),
         ("import", ("c", "d"), {"experts": "dequantized", "layers": None, "memory": 2**31}),
-        ("report", (Path("e"),), {}),
+        ("import", ("c", "d"), {"experts": "packed", "layers": 3, "memory": 2**29}),
     ]
-    assert capsys.readouterr().out == "2.8T parameters\n"
+
+
+@pytest.mark.parametrize("config", ["configs/kimi_k3.py", "tests/data/kimi_k3", "tests/data/kimi_k3/config.json"])
+def test_synthesize_takes_any_description_of_a_model(calls, config):
+    line = f"convert synthesize {ROOT / config} out --layers 5 --num-experts 32 --shard-gb 0.1 --seed 3"
+    assert cli.main(line.split()) == 0
+    (_, (cfg, out), options) = calls[-1]
+    assert (out, options) == ("out", {"seed": 3, "max_shard_size": 10**8})
+    assert (cfg.num_hidden_layers, cfg.num_experts, cfg.hidden_size, cfg.full_attn_layers) == (5, 32, 7168, (4,))
+
+
+def test_inspect(calls, capsys, tmp_path):
+    (tmp_path / "released").mkdir()
+    (tmp_path / "released" / "config.json").touch()
+    (tmp_path / "run").mkdir()
+    for line in ("released", "released/config.json", "run", "released --tensor a.b", "run --tensor a.b", "none"):
+        path, *rest = line.split()
+        assert cli.main(["inspect", str(tmp_path / path), *rest]) == 0
+    assert calls == [
+        ("report", (tmp_path / "released",), {}),
+        ("report", (tmp_path / "released" / "config.json",), {}),
+        ("run's report", (tmp_path / "run",), {}),
+        ("tensor", (tmp_path / "released", "a.b"), {}),
+        ("run's tensor", (tmp_path / "run", "a.b"), {}),
+        ("report", (tmp_path / "none",), {}),
+    ]
+    assert capsys.readouterr().out.splitlines()[3:5] == ["mean 0", "a leaf"]
 
 
 @pytest.fixture
@@ -274,7 +304,7 @@ def test_bench_ends_with_2_after_its_table_where_a_result_is_wrong(benchmark, ca
         ("x", "x: no such command; must be one of train, generate, convert, bench, inspect"),
         ("train", "Missing from python -m k3jax train: --config STR"),
         ("train --config none.py", "none.py: no such file"),
-        ("convert", "Expected one of {export, import, synthesize}."),
+        ("convert", "Expected one of {import, export, synthesize}."),
         ("convert import a b --layers 0", "--layers 0: must be at least 1"),
         ("convert import a b --memory-gib 0", "--memory-gib 0.0: must be above 0"),
         ("convert export a b --shard-gb 0", "--shard-gb 0.0: must be above 0"),
@@ -325,7 +355,7 @@ def test_mistakes_are_one_line_in_a_terminal(encoding):
     command = [sys.executable, "-m", "k3jax", "convert"]
     done = subprocess.run(command, stdout=theirs, stderr=subprocess.PIPE, cwd=ROOT, env=environment)
     os.close(ours), os.close(theirs)
-    assert (done.returncode, done.stderr) == (2, b"error: Expected one of {export, import, synthesize}.\n")
+    assert (done.returncode, done.stderr) == (2, b"error: Expected one of {import, export, synthesize}.\n")
 
 
 def test_bad_settings_stop_before_jax_is_set_up(calls, capsys, config_file):

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import hashlib
 import multiprocessing
 import os
+import random
 import resource
 import shutil
 import statistics
 import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import Callable
@@ -18,12 +21,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from k3jax.bench.timing import interleaved, machine, table
+from k3jax.bench.timing import interleaved, machine, progress, table
 from k3jax.config import ModelConfig
+from k3jax.hf.files import INDEX
 from k3jax.hf.names import table as released
 from k3jax.ops import mx
 
 GIB = 2**30
+KILLED_GIB = 0.5  # of a checkpoint whose conversion is killed again and again
 BARS = {"import, packed": 0.6, "export": 0.5}  # of the rate of cp
 MEMORY_GIB = 3
 INDEX_SECONDS, INDEX_GIB = 20, 1.5
@@ -73,49 +78,46 @@ def stored_bytes(cfg: ModelConfig) -> int:
 
 def run(options) -> dict[str, Any]:
     """`options`: `k3jax.cli.bench.BenchConvert`."""
+    report = {"machine": machine(), "folder": str(options.folder), "rates": [], "index": None, "kills": []}
     with tempfile.TemporaryDirectory(dir=options.folder, prefix="bench-convert-") as folder:
-        report = {"machine": machine(), "folder": str(options.folder), "rates": [], "index": None}
         if options.gib:
             report["rates"] = _rates(Path(folder), options.gib, options.repeats, options.dequantized)
         if options.index:
             report["index"] = _index(Path(folder) / "index")
+        if options.kills:
+            report["kills"] = _kills(Path(folder) / "kills", options.kills)
     report["dequantize"] = _dequantize(options.repeats)
     return report
 
 
 def _rates(folder: Path, gib: float, repeats: int, dequantized: bool) -> list[dict[str, Any]]:
     cfg = model(gib)
-    source, imported = folder / "source", folder / "imported"
+    source, imported, out = folder / "source", folder / "imported", folder / "out"
     rows = [_row("synthesize", stored_bytes(cfg), [_child(_synthesize, cfg, source)])]
     convert = lambda *line: _child(_command, "convert", *map(str, line))  # noqa: E731
     calls: dict[str, tuple[Path, Path, Callable]] = {
-        "cp": (source, folder / "out", lambda: _copy(source, folder / "out")),
+        "cp": (source, out, lambda: _copy(source, out)),
         "import, packed": (source, imported, lambda: convert("import", source, imported, "--experts", "packed")),
-        "export": (imported, folder / "out", lambda: convert("export", imported, folder / "out")),
+        "export": (imported, out, lambda: convert("export", imported, out)),
     }
     if dequantized:
         wide = folder / "wide"
         calls["import, bfloat16"] = (source, wide, lambda: convert("import", source, wide))
-    for cached in (True, False):
-        taken: dict[str, list] = {name: [] for name in calls}
-        for _ in range(repeats):
-            for name, (origin, destination, call) in calls.items():
-                shutil.rmtree(destination, ignore_errors=True)
-                _cache(origin, cached)
-                taken[name].append(call())
-                size = _size(destination)
-                if name != "import, packed":
-                    shutil.rmtree(destination)
-                taken[name][-1] |= {"bytes": size}
-        where = "cached" if cached else "on disk"
-        rows += [_row(name, rounds[0]["bytes"], rounds, source=where) for name, rounds in taken.items()]
-    return rows
+    taken: dict[str, list] = {name: [] for name in calls}
+    written = {}
+    for name, (origin, destination, call) in progress(list(calls.items()) * repeats, "rates"):
+        shutil.rmtree(destination, ignore_errors=True)
+        _forget(origin)
+        taken[name].append(call())
+        written[name] = _size(destination)
+    shutil.rmtree(folder / "wide", ignore_errors=True)
+    return rows + [_row(name, written[name], rounds) for name, rounds in taken.items()]
 
 
-def _row(name: str, size: int, rounds: list[dict], source: str = "-") -> dict[str, Any]:
+def _row(name: str, size: int, rounds: list[dict]) -> dict[str, Any]:
     seconds = statistics.median(r["seconds"] for r in rounds)
     memory = max(r["memory"] for r in rounds)
-    return {"what": name, "source": source, "bytes": size, "seconds": seconds, "rate": size / seconds, "memory": memory}
+    return {"what": name, "bytes": size, "seconds": seconds, "rate": size / seconds, "memory": memory}
 
 
 def _copy(source: Path, destination: Path) -> dict[str, Any]:
@@ -128,16 +130,12 @@ def _copy(source: Path, destination: Path) -> dict[str, Any]:
     return {"seconds": time.perf_counter() - start, "memory": 0}
 
 
-def _cache(folder: Path, cached: bool) -> None:
-    """Has the system keep a folder's files in memory, or forget them; nothing waits to be written then."""
+def _forget(folder: Path) -> None:
+    """Has the system drop a folder's files from memory; nothing waits to be written then."""
     os.sync()
     for file in filter(Path.is_file, folder.rglob("*")):
         descriptor = os.open(file, os.O_RDONLY)
-        if cached:
-            while os.read(descriptor, 2**24):
-                pass
-        else:
-            os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+        os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
         os.close(descriptor)
 
 
@@ -203,11 +201,55 @@ def _plan(folder: Path) -> dict[str, Any]:
     return {"tensors": len(plan.checkpoint.headers), "shards": len(plan.checkpoint.shards), "pieces": pieces}
 
 
+def _kills(folder: Path, kills: int) -> list[dict[str, Any]]:
+    """Kills import and export at random moments, lets the same command go on, and compares what it ends with."""
+    source, imported = folder / "source", folder / "imported"
+    cfg = model(KILLED_GIB)
+    _synthesize(cfg, source)
+    rows = []
+    for what, origin, reference in (("import", source, imported), ("export", imported, folder / "exported")):
+        line = [sys.executable, "-m", "k3jax", "convert", what, str(origin)]
+        start = time.perf_counter()
+        subprocess.run([*line, str(reference)], check=True)
+        seconds = time.perf_counter() - start
+        expected, out = _digests(reference), folder / "out"
+        row = {"what": what, "kills": kills, "while_writing": 0, "differing": 0}
+        for _ in progress(range(kills), f"kills of {what}"):
+            process = subprocess.Popen([*line, str(out)])
+            time.sleep(random.uniform(0, seconds))
+            process.kill()
+            process.wait()
+            begun = out.exists() and not _whole(out, what)
+            row["while_writing"] += begun
+            if not _whole(out, what):
+                subprocess.run([*line, str(out)], check=True)
+            row["differing"] += _digests(out) != expected
+            shutil.rmtree(out)
+        rows.append(row)
+    return rows
+
+
+def _whole(out: Path, what: str) -> bool:
+    """Whether nothing is left to do, by what only a finished command leaves."""
+    last = out / "checkpoints" / "0" if what == "import" else out / INDEX
+    return last.exists() and not any(out.rglob("*unfinished"))
+
+
+def _digests(folder: Path) -> dict[str, str]:
+    """Of all files but the two in which Orbax notes when and where it wrote."""
+    found = {}
+    for path in filter(Path.is_file, folder.rglob("*")):
+        if path.name not in ("_CHECKPOINT_METADATA", "commit_success.txt"):
+            with open(path, "rb") as file:
+                found[str(path.relative_to(folder))] = hashlib.file_digest(file, "sha256").hexdigest()
+    return found
+
+
 def _dequantize(repeats: int) -> dict[str, float]:
     """Milliseconds of packed experts to bfloat16, and of a copy of the result: four of Kimi K3's matrices."""
-    random = np.random.default_rng(0)
-    packed = jnp.asarray(random.integers(0, 256, (4, 3072, 1792), np.uint8))
-    scale = jnp.asarray(random.integers(118, 123, (4, 3072, 112), np.uint8))
+    rng = np.random.default_rng(0)
+    packed = jnp.asarray(rng.integers(0, 256, (4, 3072, 1792), np.uint8))
+    scale = jnp.asarray(rng.integers(118, 123, (4, 3072, 112), np.uint8))
     dequantize, copy = jax.jit(mx.dequantize_packed), jax.jit(jnp.copy)
     values = dequantize(packed, scale)
     calls = {"dequantize": lambda: dequantize(packed, scale), "copy": lambda: copy(values)}
@@ -216,25 +258,33 @@ def _dequantize(repeats: int) -> dict[str, float]:
 
 def text(report: dict[str, Any]) -> str:
     """The report as tables."""
-    lines = [f"{report['folder']}; every time ends when the disk has all, and includes the start of the program"]
+    lines = []
     if report["rates"]:
-        copy = {row["source"]: row["rate"] for row in report["rates"] if row["what"] == "cp"}
-        rows = [("", "source", "GiB written", "s", "MB/s", "/ cp", "GiB of memory")]
+        rows = [("", "GiB written", "s", "MB/s", "/ cp", "GiB of memory")]
         for row in report["rates"]:
-            of_copy = f"{row['rate'] / copy[row['source']]:.2f}" if row["source"] in copy else "-"
-            numbers = (f"{row['bytes'] / GIB:.2f}", f"{row['seconds']:.1f}", f"{row['rate'] / 1e6:.0f}", of_copy)
-            rows.append((row["what"], row["source"], *numbers, f"{row['memory'] / GIB:.2f}"))
-        lines += ["", table(rows)]
+            of_copy = "-" if row["what"] == "synthesize" else f"{row['rate'] / _copy_rate(report):.2f}"
+            memory = f"{row['memory'] / GIB:.2f}" if row["memory"] else "-"
+            numbers = (f"{row['bytes'] / GIB:.2f}", f"{row['seconds']:.1f}", f"{row['rate'] / 1e6:.0f}")
+            rows.append((row["what"], *numbers, of_copy, memory))
+        lines += ["Whole commands, from files that are not in memory until all is on disk:", "", table(rows), ""]
     if index := report["index"]:
         counts = index["result"]
         lines += [
-            "",
             f"headers of Kimi K3: {counts['tensors']:,} tensors in {counts['shards']} shards checked and planned as "
             f"{counts['pieces']:,} pieces in {index['seconds']:.1f} s and {index['memory'] / GIB:.2f} GiB",
         ]
+    for row in report["kills"]:
+        lines += [
+            f"{row['what']} killed {row['kills']} times, {row['while_writing']} of them while it wrote, and gone on: "
+            f"{row['differing']} ended with other bytes"
+        ]
     times = report["dequantize"]
-    lines += ["", f"packed to bfloat16: {1e3 * times['dequantize']:.1f} ms, {_slower(times):.2f} of a copy of the result"]
+    lines += [f"packed to bfloat16: {1e3 * times['dequantize']:.1f} ms, {_slower(times):.2f} of a copy of the result"]
     return "\n".join(lines)
+
+
+def _copy_rate(report: dict[str, Any]) -> float:
+    return next(row["rate"] for row in report["rates"] if row["what"] == "cp")
 
 
 def _slower(times: dict[str, float]) -> float:
@@ -244,13 +294,13 @@ def _slower(times: dict[str, float]) -> float:
 def wrong(report: dict[str, Any]) -> list[str]:
     """What is slower or larger than it should be."""
     found = []
-    copy = {row["source"]: row["rate"] for row in report["rates"] if row["what"] == "cp"}
     for row in report["rates"]:
-        bar = BARS.get(row["what"], 0)
-        if row["rate"] < bar * copy.get(row["source"], 0):
-            found.append(f"{row['what']} ({row['source']}): {row['rate'] / copy[row['source']]:.2f} of cp, below {bar}")
+        bar = BARS.get(row["what"])
+        if bar and row["rate"] < bar * _copy_rate(report):
+            found.append(f"{row['what']}: {row['rate'] / _copy_rate(report):.2f} of the rate of cp, below {bar}")
         if row["memory"] > MEMORY_GIB * GIB:
             found.append(f"{row['what']}: {row['memory'] / GIB:.2f} GiB of memory, above {MEMORY_GIB}")
+    found += [f"{row['what']} gone on: {row['differing']} ended with other bytes" for row in report["kills"] if row["differing"]]
     if (index := report["index"]) and (index["seconds"] > INDEX_SECONDS or index["memory"] > INDEX_GIB * GIB):
         found.append(f"headers: {index['seconds']:.1f} s and {index['memory'] / GIB:.2f} GiB, above {INDEX_SECONDS} and {INDEX_GIB}")
     if _slower(report["dequantize"]) > DEQUANTIZE:

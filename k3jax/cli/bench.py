@@ -18,7 +18,7 @@ class BenchConvert:
     """Compare import and export of a made-up checkpoint with `cp`: rates and memory."""
 
     folder: str = "."
-    """Where to make it; three times its size must be free, and seven with --dequantized."""
+    """Where to make it; three times its size must be free, and six with --dequantized."""
     gib: float = 8.0
     """Size of the checkpoint; 0 leaves the rates out."""
     repeats: int = 3
@@ -27,6 +27,8 @@ class BenchConvert:
     """Import to bfloat16, too."""
     index: bool = True
     """Check the headers of the whole Kimi K3, too."""
+    kills: int = 0
+    """Kill import and export this often, and compare what they end with."""
     out: str | None = None
     """JSON file to write."""
 
@@ -35,6 +37,7 @@ class BenchConvert:
         check(
             ("folder", self.folder, Path(self.folder).is_dir(), "a folder that exists"),
             ("gib", self.gib, self.gib >= 0, "0 or more"),
+            ("kills", self.kills, self.kills >= 0, "0 or more"),
             ("repeats", self.repeats, self.repeats >= 1, "at least 1"),
             ("out", self.out, folder.is_dir(), f"in a folder that exists, {folder} does not"),
         )

@@ -44,7 +44,7 @@ def _piece(leaf: Leaf, seed: tuple[int, ...], std: float, box: Box) -> np.ndarra
         codes[..., :: MX_BLOCK // 2] |= 0x06  # a block's largest is 4 or 6, as in what a quantiser gives
         return codes
     if leaf.is_scale:
-        middle = 127 + round(np.log2(std / 3))  # 3 is about the deviation of uniform codes
+        middle = 127 + round(np.log2(std / 4))  # 4 is about the deviation of uniform codes under three scales
         return random.integers(middle - 1, middle + 2, shape, np.uint8)
     if "norm" in name:
         return np.ones(shape, DTYPES[leaf.dtype])
