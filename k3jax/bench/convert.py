@@ -300,9 +300,15 @@ def wrong(report: dict[str, Any]) -> list[str]:
             found.append(f"{row['what']}: {row['rate'] / _copy_rate(report):.2f} of the rate of cp, below {bar}")
         if row["memory"] > MEMORY_GIB * GIB:
             found.append(f"{row['what']}: {row['memory'] / GIB:.2f} GiB of memory, above {MEMORY_GIB}")
-    found += [f"{row['what']} gone on: {row['differing']} ended with other bytes" for row in report["kills"] if row["differing"]]
+    found += [
+        f"{row['what']} gone on: {row['differing']} ended with other bytes"
+        for row in report["kills"]
+        if row["differing"]
+    ]
     if (index := report["index"]) and (index["seconds"] > INDEX_SECONDS or index["memory"] > INDEX_GIB * GIB):
-        found.append(f"headers: {index['seconds']:.1f} s and {index['memory'] / GIB:.2f} GiB, above {INDEX_SECONDS} and {INDEX_GIB}")
+        found.append(
+            f"headers: {index['seconds']:.1f} s and {index['memory'] / GIB:.2f} GiB, above {INDEX_SECONDS} and {INDEX_GIB}"
+        )
     if _slower(report["dequantize"]) > DEQUANTIZE:
         found.append(f"dequantisation: {_slower(report['dequantize']):.2f} of a copy, above {DEQUANTIZE}")
     return found

@@ -72,7 +72,10 @@ class Export:
         from k3jax.train import convert
 
         convert.export_checkpoint(
-            self.source, self.destination, max_shard_size=int(self.shard_gb * 10**9), memory=int(self.memory_gib * 2**30)
+            self.source,
+            self.destination,
+            max_shard_size=int(self.shard_gb * 10**9),
+            memory=int(self.memory_gib * 2**30),
         )
 
 

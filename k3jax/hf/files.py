@@ -63,9 +63,14 @@ class Shard:
     def read_into(self, begin: int, out: memoryview) -> None:
         """Fills `out` with the data that begins at byte `begin` of the file."""
         while out.nbytes:
-            count = os.preadv(self._file, [out], begin)
+            try:
+                count = os.preadv(self._file, [out], begin)
+            except OSError as error:
+                raise CheckpointError(f"{self.path}: cannot be read ({error.strerror})") from error
             if not count:
-                raise CheckpointError(f"{self.path}: ends {out.nbytes} bytes early; it was cut short since it was opened")
+                raise CheckpointError(
+                    f"{self.path}: ends {out.nbytes} bytes early; it was cut short since it was opened"
+                )
             begin, out = begin + count, out[count:]
 
     def _read_header(self, size: int) -> tuple[dict[str, Header], dict[str, int]]:
@@ -133,8 +138,8 @@ class Checkpoint:
 def open_checkpoint(path: str | Path, wanted: Container[str] | None = None) -> Checkpoint:
     """Reads a folder's index and every shard's header; without an index, those of `model.safetensors`.
 
-    Shards that hold none of the `wanted` tensors are left alone; None wants all. Raises `CheckpointError` if neither can
-    be read; what is wrong with shards is collected in `problems`.
+    Shards that hold none of the `wanted` tensors are left alone; None wants all. Raises `CheckpointError` if neither can be
+    read; what is wrong with shards is collected in `problems`.
     """
     path = Path(path)
     index = _read_index(path)

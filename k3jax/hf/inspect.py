@@ -68,7 +68,9 @@ def report(path: str | Path) -> str:
         claimed = checkpoint.index.get("metadata", {}).get("total_size", total)
         notes = [f"index       says total_size {claimed:,}, the shards hold {total:,}"] if claimed != total else []
     tensors = (
-        Tensor(name, header, leaf.part, leaf.tensor_parameters) if (leaf := leaf_of.get(name)) else Tensor(name, header, STRANGE, 0)
+        Tensor(name, header, leaf.part, leaf.tensor_parameters)
+        if (leaf := leaf_of.get(name))
+        else Tensor(name, header, STRANGE, 0)
         for name, header in found.items()
     )
     stored = f"MXFP4, one scale for {MX_BLOCK} values" if cfg.quantized_experts else "not quantised"

@@ -155,7 +155,9 @@ def _stored(checkpoint: Checkpoint, leaf: Leaf, box: Box) -> np.ndarray:
         for name in _names(leaf, box):
             checkpoint.read([(name, leaf.tensor_bytes - tail.nbytes, tail.nbytes)], tail)
             if bad := np.count_nonzero(tail):
-                raise CheckpointError(f"{checkpoint.path}: {name}: {bad} of its {tail.size} padding values are not zero")
+                raise CheckpointError(
+                    f"{checkpoint.path}: {name}: {bad} of its {tail.size} padding values are not zero"
+                )
     return out
 
 
@@ -182,4 +184,6 @@ def _dequantized(checkpoint: Checkpoint, packed: Leaf, scale: Leaf, dtype: np.dt
 
 @partial(jax.jit, static_argnums=2)
 def _dequantize(packed, scale, dtype):
-    return mx.dequantize_packed(packed, scale) if dtype == jnp.bfloat16 else mx.dequantize(mx.unpack(packed), scale, dtype)
+    return (
+        mx.dequantize_packed(packed, scale) if dtype == jnp.bfloat16 else mx.dequantize(mx.unpack(packed), scale, dtype)
+    )

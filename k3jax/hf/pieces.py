@@ -41,7 +41,9 @@ class Pieced:
 
 def boxes(shape: Sequence[int], piece: Sequence[int]) -> Iterator[Box]:
     """The boxes of a regular grid, in the order of their values; the last of an axis may be smaller."""
-    axes = ([slice(i, min(i + step, size)) for i in range(0, size, step)] for size, step in zip(shape, piece, strict=True))
+    axes = (
+        [slice(i, min(i + step, size)) for i in range(0, size, step)] for size, step in zip(shape, piece, strict=True)
+    )
     return itertools.product(*axes)
 
 

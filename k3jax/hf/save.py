@@ -21,7 +21,10 @@ from k3jax.hf.stream import MEMORY, Job, run
 from k3jax.ops import mx
 
 SHARD_BYTES = 5 * 10**9
-_INFINITY = {2: (np.uint16, 0x7F80), 4: (np.uint32, 0x7F800000)}  # of bfloat16 and float32; the magnitudes of NaNs are above
+_INFINITY = {
+    2: (np.uint16, 0x7F80),
+    4: (np.uint32, 0x7F800000),
+}  # of bfloat16 and float32; the magnitudes of NaNs are above
 
 
 def save_hf(
@@ -90,7 +93,7 @@ def write_released(
             writer.close()
         if isinstance(error, OSError):
             raise CheckpointError(
-                f"{destination}: writing failed ({error.strerror}); {writer.total} bytes of disk are needed; {kept}"
+                f"{destination}: writing failed ({error.strerror or error}); {writer.total} bytes of disk are needed; {kept}"
             ) from error
         raise
 

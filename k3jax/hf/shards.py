@@ -27,7 +27,12 @@ class ShardWriter:
     """
 
     def __init__(
-        self, destination: Path, cfg: ModelConfig, leaves: list[Leaf], weight_map: dict[str, str], identity: str | None = None
+        self,
+        destination: Path,
+        cfg: ModelConfig,
+        leaves: list[Leaf],
+        weight_map: dict[str, str],
+        identity: str | None = None,
     ):
         self.destination, self._weight_map, self._identity = destination, weight_map, identity
         self.total = sum(leaf.count * leaf.tensor_bytes for leaf in leaves)
@@ -125,7 +130,9 @@ class ShardWriter:
         if first is None or not found <= {JOURNAL, *self._names, *(self._path(name).name for name in self._names)}:
             raise CheckpointError(f"{folder}: already exists; choose a new or empty folder")
         if first != self._identity:
-            raise CheckpointError(f"{folder}: holds the beginning of another export; remove it, or choose another folder")
+            raise CheckpointError(
+                f"{folder}: holds the beginning of another export; remove it, or choose another folder"
+            )
         self.finished = set(finished)
         return True
 

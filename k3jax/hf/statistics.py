@@ -32,7 +32,9 @@ def tensor_report(path: str | Path, name: str) -> str:
             both.add(name.removesuffix(one) + other)
     checkpoint = open_checkpoint(path, both)
     if name not in checkpoint.headers:
-        damaged = checkpoint.problems.get(checkpoint.weight_map.get(name, name), "no such tensor; `inspect` without --tensor lists parts")
+        damaged = checkpoint.problems.get(
+            checkpoint.weight_map.get(name, name), "no such tensor; `inspect` without --tensor lists parts"
+        )
         raise CheckpointError(f"{path}: {name}: {damaged}")
     lines = []
     for part in sorted(both & checkpoint.headers.keys()):
@@ -48,7 +50,10 @@ def tensor_report(path: str | Path, name: str) -> str:
             return out
 
         limit = (max(1, piece_shape(header.shape, dtype.itemsize)[0]), *header.shape[1:]) if header.shape else ()
-        lines += [f"tensor      {part}", f"stored      {header} in {checkpoint.weight_map[part]}, {header.bytes:,} bytes"]
+        lines += [
+            f"tensor      {part}",
+            f"stored      {header} in {checkpoint.weight_map[part]}, {header.bytes:,} bytes",
+        ]
         lines += describe(Pieced(header.shape, dtype, limit, read), part)
     return "\n".join(lines)
 
@@ -93,7 +98,10 @@ def _codes(counts: np.ndarray) -> list[str]:
         codes[byte >> 4] += count
     magnitudes = codes[:8] + codes[8:]
     rows = [(f"{value:g}", int(count)) for value, count in zip(E2M1, magnitudes, strict=True)]
-    return [f"values      {codes.sum():,} of E2M1, {codes[8:].sum() / max(codes.sum(), 1):.1%} with a minus sign", *_bars(rows)]
+    return [
+        f"values      {codes.sum():,} of E2M1, {codes[8:].sum() / max(codes.sum(), 1):.1%} with a minus sign",
+        *_bars(rows),
+    ]
 
 
 def _scales(counts: np.ndarray) -> list[str]:
@@ -105,4 +113,7 @@ def _scales(counts: np.ndarray) -> list[str]:
 
 def _bars(rows: list[tuple[str, int]]) -> list[str]:
     total, most = sum(count for _, count in rows) or 1, max((count for _, count in rows), default=1) or 1
-    return [f"{name:>10}  {count:>16,} {count / total:>6.1%}  {'#' * round(_BAR * count / most)}".rstrip() for name, count in rows]
+    return [
+        f"{name:>10}  {count:>16,} {count / total:>6.1%}  {'#' * round(_BAR * count / most)}".rstrip()
+        for name, count in rows
+    ]

@@ -21,7 +21,9 @@ class Job(NamedTuple):
     work: Callable[[], None]
 
 
-def run(jobs: Iterable[Job], title: str, done: Callable[[Job], None], skip: Callable[[str], bool], memory: int = MEMORY) -> None:
+def run(
+    jobs: Iterable[Job], title: str, done: Callable[[Job], None], skip: Callable[[str], bool], memory: int = MEMORY
+) -> None:
     """Works on every job on a few threads, as many as fit in `memory` bytes but at least one, and calls `done` after each.
 
     Jobs that `skip` names count as done before. The bar on stderr, where that is a terminal, tells bytes, rate and time

@@ -73,7 +73,7 @@ def import_checkpoint(
     except OSError as error:
         total = sum(leaf.nbytes for leaf in plan.leaves.values())
         raise CheckpointError(
-            f"{destination}: writing failed ({error.strerror}); {total} bytes of disk are needed; "
+            f"{destination}: writing failed ({error.strerror or error}); {total} bytes of disk are needed; "
             "the same command goes on from what was written"
         ) from error
 

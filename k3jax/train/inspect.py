@@ -29,7 +29,9 @@ def report(path: str | Path) -> str:
     for name, array in found.items():
         header = Header(_TYPES.get(array.dtype.name, array.dtype.name.upper()), array.shape)
         leaf = parts.get(name)
-        tensors.append(Tensor(name, header, leaf.part if leaf else _OTHERS, leaf.count * leaf.tensor_parameters if leaf else 0))
+        tensors.append(
+            Tensor(name, header, leaf.part if leaf else _OTHERS, leaf.count * leaf.tensor_parameters if leaf else 0)
+        )
     problems = {}
     for name, shape in expected.items():
         if name not in found:
@@ -55,7 +57,10 @@ def tensor_report(path: str | Path, name: str) -> str:
                 if name in (names := leaf.names(r)):
                     leaf_name = ".".join(leaf.path)
                     if leaf_name in found:
-                        array = _part(found[leaf_name], ([r] if leaf.layers else []) + ([names.index(name)] if leaf.experts else []))
+                        array = _part(
+                            found[leaf_name],
+                            ([r] if leaf.layers else []) + ([names.index(name)] if leaf.experts else []),
+                        )
     if array is None:
         raise CheckpointError(f"{path}: {name}: no such leaf, nor a released tensor that is stored as such here")
     header = f"{array.dtype.name} {list(array.shape)}"

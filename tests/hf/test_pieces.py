@@ -19,7 +19,9 @@ def leaf_and_box(draw):
     layers = tuple(range(draw(st.integers(0, 3))))
     experts = draw(st.integers(0, 3))
     name = "l.{layer}." + ("e.{expert}" if experts else "x")
-    leaf = Leaf(("params", "x"), shape, shape, draw(st.sampled_from(["BF16", "F32", "U8"])), name, "part", layers, experts)
+    leaf = Leaf(
+        ("params", "x"), shape, shape, draw(st.sampled_from(["BF16", "F32", "U8"])), name, "part", layers, experts
+    )
     box = []
     for size in leaf.tree_shape:
         start = draw(st.integers(0, size - 1))

@@ -41,14 +41,20 @@ def test_codes_and_scales(copy_golden, part):
     counts = dict(line.split()[:2] for line in lines[3:11])
     assert counts == {"0": "32", "0.5": "0", "1": "1,008", "1.5": "0", "2": "0", "3": "0", "4": "0", "6": "1,008"}
     assert lines[13] == "scales      64 of E8M0"
-    assert [line.split()[:3] for line in lines[14:]] == [["2^-127", "1", "1.6%"], ["2^3", "62", "96.9%"], ["NaN", "1", "1.6%"]]
+    assert [line.split()[:3] for line in lines[14:]] == [
+        ["2^-127", "1", "1.6%"],
+        ["2^3", "62", "96.9%"],
+        ["NaN", "1", "1.6%"],
+    ]
     assert lines[15].endswith("#" * 40)
 
 
 def test_nothing_else_is_read(copy_golden, monkeypatch):
     copy = copy_golden("k3_tiny")
     read, original = set(), Checkpoint.read
-    monkeypatch.setattr(Checkpoint, "read", lambda self, spans, out: original(self, [read.add(s[0]) or s for s in spans], out))
+    monkeypatch.setattr(
+        Checkpoint, "read", lambda self, spans, out: original(self, [read.add(s[0]) or s for s in spans], out)
+    )
     tensor_report(copy.folder, f"{EXPERT}packed")
     assert read == {f"{EXPERT}packed", f"{EXPERT}scale"}
 
@@ -57,8 +63,16 @@ def test_nothing_else_is_read(copy_golden, monkeypatch):
     "name, change, message",
     [
         ("lm_head.bias", lambda copy: None, "lm_head.bias: no such tensor"),
-        (NORM, lambda copy: (copy.folder / "model-00002-of-00002.safetensors").write_bytes(b""), "the shard is cut short"),
-        (NORM, lambda copy: copy.edit(NORM, lambda a: a.astype(np.float64)), rf"{NORM}: found F64 \[64\], must be one of"),
+        (
+            NORM,
+            lambda copy: (copy.folder / "model-00002-of-00002.safetensors").write_bytes(b""),
+            "the shard is cut short",
+        ),
+        (
+            NORM,
+            lambda copy: copy.edit(NORM, lambda a: a.astype(np.float64)),
+            rf"{NORM}: found F64 \[64\], must be one of",
+        ),
     ],
 )
 def test_what_cannot_be_told(copy_golden, name, change, message):

@@ -34,7 +34,9 @@ def test_bytes_depend_on_the_seed_alone(copy_golden, tmp_path, monkeypatch):
     monkeypatch.setattr(pieces, "PIECE_BYTES", 5000)
     for name, seed, size in (("a", 0, 10**9), ("b", 0, 10**9), ("c", 1, 10**9), ("d", 0, 300_000)):
         synthesize(cfg, tmp_path / name, seed=seed, max_shard_size=size)
-    a, b, c, d = ({n: x.tensor(n).tobytes() for n in x.headers} for x in (open_checkpoint(tmp_path / n) for n in "abcd"))
+    a, b, c, d = (
+        {n: x.tensor(n).tobytes() for n in x.headers} for x in (open_checkpoint(tmp_path / n) for n in "abcd")
+    )
     assert a == b == d and len(set(a.values())) > 600
     assert [name for name in a if "w1.weight_packed" in name and a[name] == c[name]] == []
 

@@ -4,7 +4,6 @@ import errno
 import json
 import os
 import resource
-import shutil
 import signal
 import subprocess
 import sys
@@ -50,7 +49,11 @@ def tensors(folder):
 def files(folder):
     """Content of every file but the ones with a time in them."""
     found = {str(path.relative_to(folder)): path for path in folder.rglob("*") if path.is_file()}
-    return {name: path.read_bytes() for name, path in found.items() if path.name not in ("_CHECKPOINT_METADATA", "commit_success.txt")}
+    return {
+        name: path.read_bytes()
+        for name, path in found.items()
+        if path.name not in ("_CHECKPOINT_METADATA", "commit_success.txt")
+    }
 
 
 # ---- what comes of it --------------------------------------------------------------------------------------
@@ -93,7 +96,9 @@ def test_import_and_export_give_every_byte_back(name, experts, tmp_path, small_p
     assert tensors(tmp_path / "out") == tensors(DATA / name)
     shards = {path.name: path.stat().st_size for path in (tmp_path / "out").glob("*.safetensors")}
     assert len(shards) > 4 and max(shards.values()) < 330_000  # headers come on top
-    released, exported = (json.loads((folder / "config.json").read_text()) for folder in (DATA / name, tmp_path / "out"))
+    released, exported = (
+        json.loads((folder / "config.json").read_text()) for folder in (DATA / name, tmp_path / "out")
+    )
     quantization = lambda config: config.get("text_config", config).get("quantization_config")  # noqa: E731
     assert quantization(released) == quantization(exported)
 
@@ -130,7 +135,9 @@ def test_a_prefix_needs_only_its_own_shards(tmp_path):
         return jax.tree.map(lambda x: x[r], params[f"segment_{s}"][f"layer_{j}"])
 
     chex.assert_trees_all_equal(layer_2(first, variables["params"]), layer_2(cfg, whole))
-    with pytest.raises(CheckpointError, match=f"1 problem: {last.name}: the index names this shard, but there is no such"):
+    with pytest.raises(
+        CheckpointError, match=f"1 problem: {last.name}: the index names this shard, but there is no such"
+    ):
         import_checkpoint(tmp_path / "k3", tmp_path / "all")
     assert not (tmp_path / "all").exists()
 
@@ -146,7 +153,9 @@ def test_a_device_reads_only_its_own_bytes(monkeypatch):
     checkpoint = open_checkpoint(DATA / "k3_tiny")
     read = []
     original = type(checkpoint).read
-    monkeypatch.setattr(type(checkpoint), "read", lambda self, spans, out: original(self, [read.append(s) or s for s in spans], out))
+    monkeypatch.setattr(
+        type(checkpoint), "read", lambda self, spans, out: original(self, [read.append(s) or s for s in spans], out)
+    )
     leaf = released_arrays(cfg, checkpoint, np.dtype(np.float32), "dequantized")[
         "params", "segment_1", "layer_0", "block_sparse_moe", "experts", "w2"
     ]
@@ -277,7 +286,9 @@ def test_no_space_left(tmp_path, full_disk, monkeypatch):
         import_checkpoint(source, tmp_path / "in")
     full_disk(False)
     needs = r"bytes of disk are needed; the same command goes on from what was written"
-    assert str(error.value).startswith(f"{tmp_path / 'in'}: writing failed (File too large); ") and needs in str(error.value)
+    assert str(error.value).startswith(f"{tmp_path / 'in'}: writing failed (File too large); ") and needs in str(
+        error.value
+    )
     assert os.listdir(tmp_path / "in" / "checkpoints") == ["unfinished"]
     import_checkpoint(source, tmp_path / "in")
     full_disk(True)
@@ -288,7 +299,10 @@ def test_no_space_left(tmp_path, full_disk, monkeypatch):
     def no_space(*_):
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    with monkeypatch.context() as patch, pytest.raises(CheckpointError, match=rf"\(No space left on device\); 1296800 {needs}"):
+    with (
+        monkeypatch.context() as patch,
+        pytest.raises(CheckpointError, match=rf"\(No space left on device\); 1296800 {needs}"),
+    ):
         patch.setattr(os, "fdatasync", no_space)
         export_checkpoint(tmp_path / "in", tmp_path / "out")
     export_checkpoint(tmp_path / "in", tmp_path / "out")
@@ -308,7 +322,9 @@ def test_what_is_wrong_is_found_before_a_byte_is_written(copy_golden, tmp_path):
 def test_a_scale_that_is_nan_is_named(copy_golden, tmp_path, experts):
     copy = copy_golden("k3_tiny")
     name = "language_model.model.layers.5.block_sparse_moe.experts.3.w2.weight_scale"
-    copy.edit(name, lambda scale: np.where(np.arange(scale.size).reshape(scale.shape) == 7, 0xFF, scale).astype(np.uint8))
+    copy.edit(
+        name, lambda scale: np.where(np.arange(scale.size).reshape(scale.shape) == 7, 0xFF, scale).astype(np.uint8)
+    )
     with pytest.raises(CheckpointError, match=f"{name}: 1 of its 64 scale codes are 0xFF"):
         import_checkpoint(copy.folder, tmp_path / "out", experts=experts)
     assert os.listdir(tmp_path / "out" / "checkpoints") == ["unfinished"]
@@ -317,7 +333,9 @@ def test_a_scale_that_is_nan_is_named(copy_golden, tmp_path, experts):
 def test_a_source_that_changed_is_another_one(copy_golden, tmp_path, monkeypatch):
     copy = copy_golden("kimi_linear_tiny")
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr("k3jax.train.checkpoint.PieceWriter.commit", lambda self: (_ for _ in ()).throw(KeyboardInterrupt))
+        patch.setattr(
+            "k3jax.train.checkpoint.PieceWriter.commit", lambda self: (_ for _ in ()).throw(KeyboardInterrupt)
+        )
         import_checkpoint(copy.folder, tmp_path / "out")
     copy.edit("model.norm.weight", lambda a: a * 2)
     with pytest.raises(ValueError, match="holds the beginning of another import"):
@@ -329,7 +347,9 @@ def test_an_export_of_a_run_without_the_tower_says_so(tmp_path):
     import_checkpoint(DATA / "k3_tiny", tmp_path / "in")
     _, variables, _ = restore_weights(tmp_path / "in")
     with Checkpoints(tmp_path / "run") as checkpoints:
-        checkpoints.save(1, {key: variables[key] for key in ("params", "router")}, {"kind": "run", "model": cfg.to_hf()})
+        checkpoints.save(
+            1, {key: variables[key] for key in ("params", "router")}, {"kind": "run", "model": cfg.to_hf()}
+        )
     assert {leaf.part for leaf in table(cfg)} >= {"vision"}
     with pytest.raises(CheckpointError, match="vision: missing, but cfg.vision is set"):
         export_checkpoint(tmp_path / "run", tmp_path / "out")

@@ -53,7 +53,10 @@ def test_a_run_tells_its_other_arrays_and_what_is_wrong(imports, tmp_path):
     text = inspect.report(tmp_path)
     assert "/checkpoints/7: step 7 of a run" in text
     assert rows(text)["optimizer, step"] == ["1", "0", "324", "F32"]
-    assert text.splitlines()[-1] == "problems    2 problems: params.lm_head: missing; expected [128, 64]; params.norm: found [3], expected [64]"
+    assert (
+        text.splitlines()[-1]
+        == "problems    2 problems: params.lm_head: missing; expected [128, 64]; params.norm: found [3], expected [64]"
+    )
 
 
 def test_one_leaf_or_released_tensor(imports):
@@ -65,6 +68,9 @@ def test_one_leaf_or_released_tensor(imports):
     values = np.asarray(k3jax.load_hf(K3)["params"]["segment_1"]["layer_0"]["block_sparse_moe"]["experts"]["w1"])
     moments = inspect.tensor_report(imports / "dequantized", LEAF).splitlines()
     assert moments[2] == f"range       {values.min():.6g} to {values.max():.6g}"
-    assert moments[3] == f"mean        {values.mean(dtype=np.float64):.6g}, standard deviation {values.std(dtype=np.float64):.6g}"
+    assert (
+        moments[3]
+        == f"mean        {values.mean(dtype=np.float64):.6g}, standard deviation {values.std(dtype=np.float64):.6g}"
+    )
     with pytest.raises(ValueError, match="no such leaf, nor a released tensor"):
         inspect.tensor_report(imports / "dequantized", f"{EXPERT}packed")
