@@ -276,6 +276,17 @@ class ModelConfig:
             first += repeats * len(unit)
         raise ValueError(f"layer {i}: the model has num_hidden_layers={self.num_hidden_layers}")
 
+    def first_layers(self, n: int) -> ModelConfig:
+        """The model cut off after its first n layers."""
+        if not 1 <= n <= self.num_hidden_layers:
+            raise ValueError(f"layers: found {n}, must be from 1 to num_hidden_layers={self.num_hidden_layers}")
+        return dataclasses.replace(
+            self,
+            num_hidden_layers=n,
+            kda_layers=tuple(i for i in self.kda_layers if i <= n),
+            full_attn_layers=tuple(i for i in self.full_attn_layers if i <= n),
+        )
+
     def mixer_parameters(self, mixer: str) -> int:
         """Parameters of one KDA or MLA layer's token mixer."""
         D, H = self.hidden_size, self.num_attention_heads

@@ -281,6 +281,18 @@ def load_config(path: str | Path) -> RunConfig:
     return _defined(str(path), "config", RunConfig)
 
 
+def load_model(path: str) -> ModelConfig:
+    """The model of a released `config.json` or its folder, or the one a Python file defines: `model`, or a run's.
+
+    Raises `ValueError`, one line, as `load_config` and `ModelConfig.from_hf` do.
+    """
+    if not path.endswith(".py"):
+        return ModelConfig.from_hf(path)
+    if not os.path.isfile(path):
+        raise ValueError(f"{path}: no such file; a released config.json or a Python file was expected")
+    return _defined(path, "model", ModelConfig)
+
+
 def strategy_names() -> list[str]:
     """The strategies in `configs/strategies`."""
     return sorted(path.stem for path in STRATEGIES.glob("*.py"))

@@ -47,7 +47,7 @@ def main(overrides: list[str]) -> None:
     compared, differing = compare_states(config, result["checkpoint"], resumed)
 
     say("3. Export in the released layout, and run it with packed experts")
-    from k3jax.train.export import export_checkpoint
+    from k3jax.train.convert import export_checkpoint
 
     export_checkpoint(result["checkpoint"], out / "export")
     logits, unequal = compare_logits(config, result["checkpoint"], out / "export")

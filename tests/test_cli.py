@@ -105,12 +105,15 @@ HELP_SAYS = {
     "": ["train", "generate", "convert", "bench", "inspect"],
     "train": ["--config", "--train.beta1 FLOAT", "Peak learning rate", "--mesh.fsdp INT", "num_experts", "strategy="],
     "generate": ["--prompt", "--image STR", "--experts {packed,dequantized}", "--top-k"],
-    "convert": ["export", "import"],
-    "convert export": ["SOURCE", "DESTINATION"],
-    "bench": ["kda", "strategies"],
+    "convert": ["export", "import", "synthesize"],
+    "convert import": ["SOURCE", "DESTINATION", "--experts {dequantized,packed}", "--layers", "--memory-gib FLOAT"],
+    "convert export": ["SOURCE", "DESTINATION", "--shard-gb FLOAT", "--memory-gib FLOAT"],
+    "convert synthesize": ["CONFIG", "DESTINATION", "--layers", "--num-experts", "--seed INT"],
+    "bench": ["convert", "kda", "strategies"],
+    "bench convert": ["--folder STR", "--gib FLOAT", "--repeats INT", "--dequantized", "--out"],
     "bench kda": ["--tokens INT", "--dtype {float32,bfloat16}", "--long-tokens", "--decode-batch", "--out"],
     "bench strategies": ["--config STR", "--strategies", "--steps INT", "--out"],
-    "inspect": ["PATH"],
+    "inspect": ["PATH", "--tensor"],
 }
 
 
@@ -155,8 +158,11 @@ def calls(monkeypatch):
     monkeypatch.setattr(k3jax, "serve", serve, raising=False)
     monkeypatch.setattr(runtime, "setup", record("setup"))
     stand_in(k3jax.train, "loop", train=record("train"))
-    stand_in(k3jax.train, "export", export_checkpoint=record("export"), import_checkpoint=record("import"))
+    stand_in(k3jax.train, "convert", export_checkpoint=record("export"), import_checkpoint=record("import"))
+    stand_in(k3jax.train, "inspect", report=record("run's report", "a run"), tensor_report=record("run's tensor", "a leaf"))
     stand_in(k3jax.hf, "inspect", report=record("report", "2.8T parameters"))
+    stand_in(k3jax.hf, "statistics", tensor_report=record("tensor", "mean 0"))
+    stand_in(k3jax.hf, "synthesize", synthesize=record("synthesize"))
     stand_in(serve, "generate", generate_text=record("generate_text", iter(["Hel", "lo"])))
     return made
 
@@ -187,16 +193,43 @@ def test_generate_prints_the_pieces_as_one_text(calls, capsys):
     assert capsys.readouterr().out == "Hello\n"
 
 
-def test_convert_and_inspect(calls, capsys):
+def test_convert(calls):
     assert cli.main(["convert", "export", "a", "b"]) == 0
     assert cli.main(["convert", "import", "c", "d"]) == 0
-    assert cli.main(["inspect", "e"]) == 0
+    line = "convert import c d --experts packed --layers 3 --memory-gib 0.5"
+    assert cli.main(line.split()) == 0
     assert [call for call in calls if call[0] != "setup"] == [
-        ("export", ("a", "b"), {}),
-        ("import", ("c", "d"), {}),
-        ("report", ("e",), {}),
+        ("export", ("a", "b"), {"max_shard_size": 5 * 10**9, "memory": 2**31}),
+        ("import", ("c", "d"), {"experts": "dequantized", "layers": None, "memory": 2**31}),
+        ("import", ("c", "d"), {"experts": "packed", "layers": 3, "memory": 2**29}),
     ]
-    assert capsys.readouterr().out == "2.8T parameters\n"
+
+
+@pytest.mark.parametrize("config", ["configs/kimi_k3.py", "tests/data/kimi_k3", "tests/data/kimi_k3/config.json"])
+def test_synthesize_takes_any_description_of_a_model(calls, config):
+    line = f"convert synthesize {ROOT / config} out --layers 5 --num-experts 32 --shard-gb 0.1 --seed 3"
+    assert cli.main(line.split()) == 0
+    (_, (cfg, out), options) = calls[-1]
+    assert (out, options) == ("out", {"seed": 3, "max_shard_size": 10**8})
+    assert (cfg.num_hidden_layers, cfg.num_experts, cfg.hidden_size, cfg.full_attn_layers) == (5, 32, 7168, (4,))
+
+
+def test_inspect(calls, capsys, tmp_path):
+    (tmp_path / "released").mkdir()
+    (tmp_path / "released" / "config.json").touch()
+    (tmp_path / "run").mkdir()
+    for line in ("released", "released/config.json", "run", "released --tensor a.b", "run --tensor a.b", "none"):
+        path, *rest = line.split()
+        assert cli.main(["inspect", str(tmp_path / path), *rest]) == 0
+    assert calls == [
+        ("report", (tmp_path / "released",), {}),
+        ("report", (tmp_path / "released" / "config.json",), {}),
+        ("run's report", (tmp_path / "run",), {}),
+        ("tensor", (tmp_path / "released", "a.b"), {}),
+        ("run's tensor", (tmp_path / "run", "a.b"), {}),
+        ("report", (tmp_path / "none",), {}),
+    ]
+    assert capsys.readouterr().out.splitlines()[3:5] == ["mean 0", "a leaf"]
 
 
 @pytest.fixture
@@ -272,14 +305,23 @@ def test_bench_ends_with_2_after_its_table_where_a_result_is_wrong(benchmark, ca
         ("x", "x: no such command; must be one of train, generate, convert, bench, inspect"),
         ("train", "Missing from python -m k3jax train: --config STR"),
         ("train --config none.py", "none.py: no such file"),
-        ("convert", "Expected one of {export, import}."),
+        ("convert", "Expected one of {import, export, synthesize}."),
+        ("convert import a b --layers 0", "--layers 0: must be at least 1"),
+        ("convert import a b --memory-gib 0", "--memory-gib 0.0: must be above 0"),
+        ("convert export a b --shard-gb 0", "--shard-gb 0.0: must be above 0"),
+        ("convert synthesize none.json b", "none.json: no such file"),
+        ("convert synthesize none.py b", "none.py: no such file"),
+        ("convert synthesize a b --seed -1", "--seed -1: must be 0 or more"),
         ("convert export a", "Missing from python -m k3jax convert export: DESTINATION"),
         ("convert export a b c", "c: unknown argument; `python -m k3jax convert --help` lists them"),
         ("generate a --prompt b --max-tokens x", "Error parsing --max-tokens: invalid literal for int()"),
         ("generate a --prompt b --experts x", "invalid choice 'x' for argument '--experts'"),
         ("generate a --prompt b --top-p 0", "--top-p 0.0: must be above 0 and at most 1"),
         ("generate a --prompt b --max-tokens 0", "--max-tokens 0: must be at least 1"),
-        ("bench", "Expected one of {kda, moe, step, strategies}."),
+        ("bench", "Expected one of {convert, kda, moe, step, strategies}."),
+        ("bench convert --folder none", "--folder none: must be a folder that exists"),
+        ("bench convert --gib -1", "--gib -1.0: must be 0 or more"),
+        ("bench convert --repeats 0", "--repeats 0: must be at least 1"),
         ("bench step --repeats 0", "--repeats 0: must be at least 1"),
         ("bench step --decode-batch -1", "--decode-batch -1: must be 0 or more"),
         ("bench step --config none.py", "none.py: no such file"),
@@ -314,7 +356,7 @@ def test_mistakes_are_one_line_in_a_terminal(encoding):
     command = [sys.executable, "-m", "k3jax", "convert"]
     done = subprocess.run(command, stdout=theirs, stderr=subprocess.PIPE, cwd=ROOT, env=environment)
     os.close(ours), os.close(theirs)
-    assert (done.returncode, done.stderr) == (2, b"error: Expected one of {export, import}.\n")
+    assert (done.returncode, done.stderr) == (2, b"error: Expected one of {import, export, synthesize}.\n")
 
 
 def test_bad_settings_stop_before_jax_is_set_up(calls, capsys, config_file):

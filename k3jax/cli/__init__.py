@@ -20,6 +20,7 @@ import tyro
 from tyro.conf import Positional, subcommand
 
 from k3jax.cli.bench import Bench, BenchStep, BenchStrategies
+from k3jax.cli.convert import Convert, Inspect
 from k3jax.cli.options import check
 
 
@@ -100,65 +101,6 @@ class Generate:
         for piece in pieces:
             print(piece, end="", flush=True)
         print()
-
-
-@dataclass(frozen=True)
-class Export:
-    """Write a run's checkpoint in the released layout, experts packed."""
-
-    source: Positional[str]
-    """Checkpoint of a run: its step folder, or a run folder for its newest one."""
-    destination: Positional[str]
-    """Folder to write."""
-
-    def run(self) -> None:
-        from k3jax import runtime
-
-        runtime.setup()
-        from k3jax.train import export
-
-        export.export_checkpoint(self.source, self.destination)
-
-
-@dataclass(frozen=True)
-class Import:
-    """Write a checkpoint of the released layout as one a run can start from."""
-
-    source: Positional[str]
-    """Folder of the released layout."""
-    destination: Positional[str]
-    """Folder to write."""
-
-    def run(self) -> None:
-        from k3jax import runtime
-
-        runtime.setup()
-        from k3jax.train import export
-
-        export.import_checkpoint(self.source, self.destination)
-
-
-@dataclass(frozen=True)
-class Convert:
-    """Change a checkpoint's layout."""
-
-    direction: Annotated[Export, subcommand("export")] | Annotated[Import, subcommand("import")]
-
-    def run(self) -> None:
-        self.direction.run()
-
-
-@dataclass(frozen=True)
-class Inspect:
-    """Say what a configuration or checkpoint holds."""
-
-    path: Positional[str]
-    """A released config.json, or a checkpoint folder."""
-
-    def run(self) -> None:
-        from k3jax.hf import inspect
-
-        print(inspect.report(self.path))
 
 
 Command = (

@@ -1,4 +1,4 @@
-"""`python -m k3jax bench kda | moe | step | strategies`."""
+"""`python -m k3jax bench convert | kda | moe | step | strategies`."""
 
 from __future__ import annotations
 
@@ -11,6 +11,39 @@ from typing import Annotated, Literal
 from tyro.conf import subcommand
 
 from k3jax.cli.options import check
+
+
+@dataclass(frozen=True)
+class BenchConvert:
+    """Compare import and export of a made-up checkpoint with `cp`: rates and memory."""
+
+    folder: str = "."
+    """Where to make it; three times its size must be free, and six with --dequantized."""
+    gib: float = 8.0
+    """Size of the checkpoint; 0 leaves the rates out."""
+    repeats: int = 3
+    """Rounds."""
+    dequantized: bool = False
+    """Import to bfloat16, too."""
+    index: bool = True
+    """Check the headers of the whole Kimi K3, too."""
+    kills: int = 0
+    """Kill import and export this often, and compare what they end with."""
+    out: str | None = None
+    """JSON file to write."""
+
+    def run(self) -> None:
+        folder = Path(self.out or "").parent
+        check(
+            ("folder", self.folder, Path(self.folder).is_dir(), "a folder that exists"),
+            ("gib", self.gib, self.gib >= 0, "0 or more"),
+            ("kills", self.kills, self.kills >= 0, "0 or more"),
+            ("repeats", self.repeats, self.repeats >= 1, "at least 1"),
+            ("out", self.out, folder.is_dir(), f"in a folder that exists, {folder} does not"),
+        )
+        from k3jax.bench import convert
+
+        _hand_over(convert, convert.run(self), self.out)
 
 
 @dataclass(frozen=True)
@@ -185,7 +218,8 @@ class Bench:
     """Measure this machine's speed."""
 
     subject: (
-        Annotated[BenchKda, subcommand("kda")]
+        Annotated[BenchConvert, subcommand("convert")]
+        | Annotated[BenchKda, subcommand("kda")]
         | Annotated[BenchMoe, subcommand("moe")]
         | Annotated[BenchStep, subcommand("step")]
         | Annotated[BenchStrategies, subcommand("strategies")]

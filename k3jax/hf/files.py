@@ -2,19 +2,28 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
+import math
+import os
+import re
+import stat
+import weakref
+from collections import Counter
+from collections.abc import Container, Iterable
 from dataclasses import dataclass
 from pathlib import Path, PureWindowsPath
 from typing import NamedTuple
 
 import numpy as np
-from safetensors import SafetensorError, safe_open
 
 from k3jax.config import ModelConfig
-from k3jax.hf.names import table
+from k3jax.hf.names import DTYPES, table
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
+_LONGEST_HEADER = 100_000_000  # bytes; what the safetensors library reads, too
+_DTYPE = re.compile(r"(?:BOOL|(?:F|BF|U|I|C)(\d+)(?:_\w+)?)")  # such as BF16, U8, F8_E4M3
 
 
 class CheckpointError(ValueError):
@@ -30,6 +39,65 @@ class Header(NamedTuple):
     def __str__(self) -> str:
         return f"{self.dtype} {list(self.shape)}"
 
+    @property
+    def bytes(self) -> int:
+        return math.prod(self.shape) * bits(self.dtype) // 8
+
+
+class Shard:
+    """An open shard: its header is read and checked, its data is read by byte range.
+
+    Raises `ValueError` saying what is wrong with the header, and `OSError`.
+    """
+
+    def __init__(self, path: Path):
+        self.path = path
+        self._file = os.open(path, os.O_RDONLY | os.O_NONBLOCK)  # what is no file is not waited for
+        weakref.finalize(self, os.close, self._file)
+        status = os.fstat(self._file)
+        if not stat.S_ISREG(status.st_mode):
+            raise ValueError("not a file")
+        self.identity = (path.name, status.st_size, status.st_mtime_ns)
+        self.headers, self.begins = self._read_header(status.st_size)
+
+    def read_into(self, begin: int, out: memoryview) -> None:
+        """Fills `out` with the data that begins at byte `begin` of the file."""
+        while out.nbytes:
+            try:
+                count = os.preadv(self._file, [out], begin)
+            except OSError as error:
+                raise CheckpointError(f"{self.path}: cannot be read ({error.strerror})") from error
+            if not count:
+                raise CheckpointError(
+                    f"{self.path}: ends {out.nbytes} bytes early; it was cut short since it was opened"
+                )
+            begin, out = begin + count, out[count:]
+
+    def _read_header(self, size: int) -> tuple[dict[str, Header], dict[str, int]]:
+        """Header and first byte in the file of every tensor."""
+        length = int.from_bytes(os.pread(self._file, 8, 0), "little") if size >= 8 else 0
+        if not 2 <= length <= min(size - 8, _LONGEST_HEADER):
+            raise ValueError(f"header length {length:,} in a file of {size:,} bytes")
+        text = bytearray(length)
+        self.read_into(8, memoryview(text))
+        tensors = json.loads(text, object_pairs_hook=unique)
+        if not isinstance(tensors, dict):
+            raise ValueError("the header is not a JSON object")
+        tensors.pop("__metadata__", None)
+        headers, places = {}, []
+        for name, entry in tensors.items():
+            headers[name], begin, end = _entry(name, entry)
+            places.append((begin, end, name))
+        reached, before = 0, "the header"
+        for begin, end, name in sorted(places):
+            if begin != reached:
+                how = "overlaps" if begin < reached else f"leaves {begin - reached} bytes unused after"
+                raise ValueError(f"{name} {how} {before}")
+            reached, before = end, name
+        if 8 + length + reached != size:
+            raise ValueError(f"the tensors end at byte {8 + length + reached:,} in a file of {size:,} bytes")
+        return headers, {name: 8 + length + begin for begin, _, name in places}
+
 
 @dataclass(frozen=True)
 class Checkpoint:
@@ -38,54 +106,82 @@ class Checkpoint:
     path: Path
     index: dict
     weight_map: dict[str, str]  # tensor -> shard
-    shards: dict[str, safe_open]
+    shards: dict[str, Shard]
     headers: dict[str, Header]
     problems: dict[str, str]
 
-    def read(self, name: str) -> np.ndarray:
-        """One tensor, as stored."""
-        return self.shards[self.weight_map[name]].get_tensor(name)
+    def read(self, spans: Iterable[tuple[str, int, int]], out: np.ndarray) -> None:
+        """Fills `out`, C-contiguous, with the bytes of spans (tensor, first byte, bytes)."""
+        rest = memoryview(out.reshape(-1).view(np.uint8))
+        for name, first, count in spans:
+            shard = self.shards[self.weight_map[name]]
+            shard.read_into(shard.begins[name] + first, rest[:count])
+            rest = rest[count:]
+
+    def tensor(self, name: str) -> np.ndarray:
+        """One whole tensor of a type that Kimi models store, in that type."""
+        header = self.headers[name]
+        out = np.empty(header.shape, DTYPES[header.dtype])
+        self.read([(name, 0, header.bytes)], out)
+        return out
+
+    @property
+    def fingerprint(self) -> str:
+        """Equal for the same headers in the same, unchanged files."""
+        digest = hashlib.sha256()
+        for name in sorted(self.shards):
+            shard = self.shards[name]
+            digest.update(repr((shard.identity, sorted(shard.begins.items()), sorted(shard.headers.items()))).encode())
+        return digest.hexdigest()
 
 
-def open_checkpoint(path: str | Path) -> Checkpoint:
+def open_checkpoint(path: str | Path, wanted: Container[str] | None = None) -> Checkpoint:
     """Reads a folder's index and every shard's header; without an index, those of `model.safetensors`.
 
-    Raises `CheckpointError` if neither can be read; what is wrong with shards is collected in `problems`.
+    Shards that hold none of the `wanted` tensors are left alone; None wants all. Raises `CheckpointError` if neither can be
+    read; what is wrong with shards is collected in `problems`.
     """
     path = Path(path)
     index = _read_index(path)
     weight_map = dict(index["weight_map"]) if index else {}
-    shards: dict[str, safe_open] = {}
+    if wanted is not None:
+        weight_map = {name: shard for name, shard in weight_map.items() if name in wanted}
+    listed = weight_map.copy()
+    shards: dict[str, Shard] = {}
     headers: dict[str, Header] = {}
     problems: dict[str, str] = {}
+    elsewhere: list[tuple[str, str]] = []
     for shard in sorted(set(weight_map.values())) if index else [SINGLE]:
-        if not inside(shard):
-            problems[shard] = "the index names a path outside the folder; shards must lie beside the index"
+        if problem := misplaced(path, shard):
+            problems[shard] = problem
             continue
         try:
-            file = safe_open(path / shard, framework="numpy")
+            shards[shard] = Shard(path / shard)
         except FileNotFoundError:
             problems[shard] = "the index names this shard, but there is no such file"
-        except (OSError, SafetensorError) as error:
+        except (OSError, ValueError, RecursionError) as error:
             problems[shard] = f"the shard is cut short or damaged ({error}); fetch it again"
         else:
-            shards[shard] = file
-            names = file.keys()
-            for name in names:
+            for name, header in shards[shard].headers.items():
                 if weight_map.setdefault(name, shard) == shard:
-                    tensor = file.get_slice(name)
-                    headers[name] = Header(tensor.get_dtype(), tuple(tensor.get_shape()))
+                    headers[name] = header
+                else:
+                    elsewhere.append((name, shard))
     if index:
         for name in headers.keys() - index["weight_map"].keys():
             problems[name] = f"in {weight_map[name]}, but not in the index"
-        for name, shard in index["weight_map"].items():
+        for name, shard in listed.items():
             if name not in headers and shard in shards:
                 problems[name] = f"the index says {shard}, which does not hold it"
+    problems |= {name: f"in {weight_map[name]} and again in {shard}" for name, shard in elsewhere if name in headers}
     return Checkpoint(path, index, weight_map, shards, headers, problems)
 
 
-def check(cfg: ModelConfig, checkpoint: Checkpoint) -> dict[str, str]:
-    """Everything wrong with a checkpoint of this model, by tensor or shard name; from headers only."""
+def check(cfg: ModelConfig, checkpoint: Checkpoint, of: ModelConfig | None = None) -> dict[str, str]:
+    """Everything wrong with a checkpoint of this model, by tensor or shard name; from headers only.
+
+    A prefix of a model is checked in the checkpoint `of` the whole, whose other tensors do not matter.
+    """
     problems = dict(checkpoint.problems)
     headers, shard_of = checkpoint.headers, checkpoint.weight_map
     known = set()
@@ -102,16 +198,45 @@ def check(cfg: ModelConfig, checkpoint: Checkpoint) -> dict[str, str]:
                     problems[name] = f"missing; expected {expected}"
                 else:
                     problems[name] = f"found {found}, expected {expected}"
+    if of is not None:
+        known |= released_names(of)
     for name in headers.keys() - known - problems.keys():
         problems[name] = "not a tensor of this model"
     return problems
 
 
-def describe(problems: dict[str, str], limit: int = 5) -> str:
-    """One line: the first problems and how many there are."""
-    lines = [f"{name}: {problem}" for name, problem in sorted(problems.items())]
-    more = [f"and {len(lines) - limit} more"] if len(lines) > limit else []
-    return f"{len(lines)} problem{'s'[: len(lines) != 1]}: " + "; ".join(lines[:limit] + more)
+def released_names(cfg: ModelConfig) -> set[str]:
+    """Names of all tensors of a model."""
+    return {name for leaf in table(cfg) for repeat in range(leaf.repeats) for name in leaf.names(repeat)}
+
+
+def describe(problems: dict[str, str], limit: int = 10) -> str:
+    """All problems in one line; those of tensors whose names differ in numbers alone are one, and beyond `limit` a number."""
+    groups: dict[tuple[str, str], list[str]] = {}
+    for name, problem in sorted(problems.items()):
+        groups.setdefault((re.sub(r"\.\d+\.", ".*.", name), problem), []).append(name)
+    lines = [
+        f"{names[0]}: {problem}" if len(names) == 1 else f"{pattern} ({len(names)} of them): {problem}"
+        for (pattern, problem), names in groups.items()
+    ]
+    count = len(problems)
+    more = [f"and {len(lines) - limit} more kinds"] if len(lines) > limit else []
+    return f"{count} problem{'s'[: count != 1]}: " + "; ".join(lines[:limit] + more)
+
+
+def misplaced(folder: Path, shard: str) -> str | None:
+    """What is wrong with where a shard lies: it must be in its folder, or in the cache of the hub that this is part of."""
+    if not inside(shard):
+        return "the index names a path outside the folder; shards must lie beside the index"
+    if not shard.endswith(".safetensors"):
+        return "not a .safetensors file; nothing else is read"
+    folder = Path(os.path.realpath(folder))
+    file = Path(os.path.realpath(folder / shard))
+    # <repository>/snapshots/<revision>/* are links to <repository>/blobs/*
+    blobs = folder.parents[1] / "blobs" if len(folder.parents) > 1 and folder.parent.name == "snapshots" else None
+    if file.is_relative_to(folder) or file.parent == blobs:
+        return None
+    return "a link out of the folder; copy the shard into it"
 
 
 def inside(shard: str) -> bool:
@@ -120,16 +245,47 @@ def inside(shard: str) -> bool:
     return bool(parts.parts) and not parts.anchor and ".." not in parts.parts
 
 
+def bits(dtype: str) -> int:
+    """Width of a safetensors type such as BF16, U8 or F8_E4M3; BOOL is a byte."""
+    found = _DTYPE.fullmatch(dtype)
+    if not found:
+        raise ValueError(f"unknown type {dtype!r}")
+    return int(found[1] or 8)
+
+
+def unique(pairs: list[tuple[str, object]]) -> dict:
+    """A JSON object whose keys are all different, for `json.loads`."""
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        twice, _ = Counter(key for key, _ in pairs).most_common(1)[0]
+        raise ValueError(f"{twice} is listed twice")
+    return found
+
+
+def _entry(name: str, entry: object) -> tuple[Header, int, int]:
+    """(header, begin, end) of a tensor in a shard's header."""
+    match entry:
+        case {"dtype": str(dtype), "shape": [*shape], "data_offsets": [int(begin), int(end)]} if (
+            all(isinstance(size, int) and size >= 0 for size in shape) and 0 <= begin <= end
+        ):
+            header = Header(dtype, tuple(shape))
+        case _:
+            raise ValueError(f"{name}: not a dtype, shape and data_offsets: {entry!r:.80}")
+    if end - begin != header.bytes:
+        raise ValueError(f"{name}: {end - begin} bytes for {header}")
+    return header, begin, end
+
+
 def _read_index(path: Path) -> dict:
     """Content of the index, or {} for a folder with a single shard and no index."""
     file = path / INDEX
     try:
-        index = json.loads(file.read_text())
+        index = json.loads(file.read_bytes(), object_pairs_hook=unique)
     except FileNotFoundError:
         if (path / SINGLE).is_file():
             return {}
         raise CheckpointError(f"{path}: found neither {INDEX} nor {SINGLE}") from None
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise CheckpointError(f"{file}: not readable as JSON ({error})") from None
     weight_map = index.get("weight_map") if isinstance(index, dict) else None
     if not isinstance(weight_map, dict) or not all(isinstance(shard, str) for shard in weight_map.values()):

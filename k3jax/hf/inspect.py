@@ -2,15 +2,26 @@
 
 from __future__ import annotations
 
-import math
-import re
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
 from pathlib import Path
+from typing import NamedTuple
 
 from k3jax.config import MX_BLOCK, ModelConfig
-from k3jax.hf.files import check, describe, open_checkpoint
+from k3jax.hf.files import INDEX, SINGLE, Header, check, describe, open_checkpoint
 from k3jax.hf.names import table
+
+STRANGE = "not of this model"
+
+
+class Tensor(NamedTuple):
+    """One tensor or array of a checkpoint; `part` of the model, and the model parameters that it holds."""
+
+    name: str
+    header: Header
+    part: str
+    parameters: int
 
 
 @dataclass
@@ -20,6 +31,12 @@ class _Part:
     bytes: int = 0
     types: set[str] = field(default_factory=set)
 
+    def add(self, tensor: Tensor) -> None:
+        self.tensors += 1
+        self.parameters += tensor.parameters
+        self.bytes += tensor.header.bytes
+        self.types.add(tensor.header.dtype)
+
     def __str__(self) -> str:
         types = ", ".join(sorted(self.types))
         return f"{self.tensors:>9,}{self.parameters:>20,}{self.bytes:>20,}  {types}".rstrip()
@@ -28,40 +45,55 @@ class _Part:
 def report(path: str | Path) -> str:
     """A text table of a released checkpoint: family, layers, parameters and bytes by part, problems.
 
-    Reads headers only, so it takes seconds at any size. Raises `ValueError` if the folder has no readable
-    config or index; anything else that is wrong becomes the last line.
+    Reads headers only, so it takes seconds at any size; of a `config.json` alone it says what a checkpoint would hold.
+    Raises `ValueError` if the folder has no readable config or index; anything else that is wrong becomes the last line.
 
     Example:
         >>> print(report("checkpoint").splitlines()[-1])
         problems    none
     """
+    path = Path(path)
     cfg = ModelConfig.from_hf(path)
-    checkpoint = open_checkpoint(path)
-    problems = check(cfg, checkpoint)
-    leaves = table(cfg)
-    leaf_of = {name: leaf for leaf in leaves for r in range(leaf.repeats) for name in leaf.names(r)}
+    leaf_of = {name: leaf for leaf in table(cfg) for r in range(leaf.repeats) for name in leaf.names(r)}
+    folder = path if path.is_dir() else path.parent
+    if path.is_file() or not ((folder / INDEX).exists() or (folder / SINGLE).exists()):
+        found = {name: Header(leaf.dtype, leaf.stored) for name, leaf in leaf_of.items()}
+        title, notes, problems = f"config      {path}: what its checkpoint holds", [], {}
+    else:
+        checkpoint = open_checkpoint(path)
+        problems = check(cfg, checkpoint)
+        found = checkpoint.headers
+        title = f"checkpoint  {path}: {len(checkpoint.shards)} shards"
+        total = sum(header.bytes for header in found.values())
+        claimed = checkpoint.index.get("metadata", {}).get("total_size", total)
+        notes = [f"index       says total_size {claimed:,}, the shards hold {total:,}"] if claimed != total else []
+    tensors = (
+        Tensor(name, header, leaf.part, leaf.tensor_parameters)
+        if (leaf := leaf_of.get(name))
+        else Tensor(name, header, STRANGE, 0)
+        for name, header in found.items()
+    )
+    stored = f"MXFP4, one scale for {MX_BLOCK} values" if cfg.quantized_experts else "not quantised"
+    return layout(cfg, title, stored, tensors, notes, problems)
 
-    sizes = {name: math.prod(h.shape) * _bits(h.dtype) // 8 for name, h in checkpoint.headers.items()}
-    total = sum(sizes.values())
-    parts = {leaf.part: _Part() for leaf in leaves}
-    for name, header in checkpoint.headers.items():
-        leaf = leaf_of.get(name)
-        part = parts[leaf.part] if leaf else parts.setdefault("not of this model", _Part())
-        part.tensors += 1
-        part.parameters += leaf.tensor_parameters if leaf else 0
-        part.bytes += sizes[name]
-        part.types.add(header.dtype)
-    whole = _Part(len(sizes), sum(part.parameters for part in parts.values()), total)
 
+def layout(
+    cfg: ModelConfig, title: str, stored: str, tensors: Iterable[Tensor], notes: Sequence[str], problems: dict[str, str]
+) -> str:
+    """The text of a report; `stored`: how the routed experts are, `title` and `notes`: lines of their own."""
+    tensors = list(tensors)
+    parts = {leaf.part: _Part() for leaf in table(cfg)}
+    whole = _Part()
+    for tensor in tensors:
+        parts.setdefault(tensor.part, _Part()).add(tensor)
+        whole.add(tensor)
+    whole.types = set()
     size = f"{cfg.num_parameters:,} text parameters, {cfg.num_active_parameters:,} active a token"
     moe = f"{cfg.num_experts_per_token} of {cfg.num_experts} routed, {cfg.num_shared_experts} shared"
-    stored = f"MXFP4, one scale for {MX_BLOCK} values" if cfg.quantized_experts else "not quantised"
-    claimed = checkpoint.index.get("metadata", {}).get("total_size", total)
-    notes = [f"says total_size {claimed:,}, the shards hold {total:,}"] if claimed != total else []
-    largest = sorted(sizes, key=lambda name: (-sizes[name], name))[:5]
+    largest = sorted(tensors, key=lambda tensor: (-tensor.header.bytes, tensor.name))[:5]
     return "\n".join(
         [
-            f"checkpoint  {path}: {len(checkpoint.shards)} shards",
+            title,
             f"family      {cfg.model_type}, {size}",
             f"layers      {cfg.num_hidden_layers}: {_schedule(cfg)}",
             f"experts     {moe}; {stored}",
@@ -70,9 +102,9 @@ def report(path: str | Path) -> str:
             *(f"{name:<18}{part}" for name, part in (parts | {"all": whole}).items()),
             "",
             "largest tensors",
-            *(f"{sizes[name]:>18,}  {name} {list(checkpoint.headers[name].shape)}" for name in largest),
+            *(f"{tensor.header.bytes:>18,}  {tensor.name} {list(tensor.header.shape)}" for tensor in largest),
             "",
-            *(f"index       {note}" for note in notes),
+            *notes,
             f"problems    {describe(problems) if problems else 'none'}",
         ]
     )
@@ -89,9 +121,3 @@ def _schedule(cfg: ModelConfig) -> str:
             runs.append(f"{count} {name}" if count > 1 else name)
         segments.append((f"{repeats} x " if repeats > 1 else "") + f"({', '.join(runs)})")
     return " + ".join(segments)
-
-
-def _bits(dtype: str) -> int:
-    """Width of a safetensors type such as BF16, U8 or F8_E4M3; BOOL is a byte."""
-    digits = re.search(r"\d+", dtype)
-    return int(digits[0]) if digits else 8

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from functools import partial
 from pathlib import Path
 from typing import Literal
@@ -11,9 +12,10 @@ import jax.numpy as jnp
 import numpy as np
 from flax.traverse_util import flatten_dict, unflatten_dict
 
-from k3jax.config import ModelConfig
+from k3jax.config import MX_BLOCK, ModelConfig
 from k3jax.hf.files import Checkpoint, CheckpointError, check, describe, open_checkpoint
 from k3jax.hf.names import DTYPES, NAN_SCALE, Leaf, table
+from k3jax.hf.pieces import Box, Pieced, boxes, piece_shape, sizes, spans
 from k3jax.ops import mx
 
 
@@ -24,61 +26,94 @@ def load_hf(
     experts: Literal["dequantized", "packed"] = "dequantized",
     mesh: jax.sharding.Mesh | None = None,
 ) -> dict:
-    """The variables of a released checkpoint, for models that fit in memory: the tree `K3(cfg).init` gives.
+    """The variables of a released checkpoint: the tree `K3(cfg).init` gives.
 
     Weights become `param_dtype` (float32, bfloat16 or float64) and are never rounded: tensors stored as
     float32 stay so under bfloat16. Routed experts stored as MXFP4 are
     dequantised, which is exact in each of these types, or with `experts="packed"` kept as uint8: `*_packed`
     [repeats, E, out, in/2] and `*_scale` [repeats, E, out, in/32]. `cfg` defaults to the folder's
-    `config.json`. With a `mesh`, leaves are placed as `k3jax.sharding.model_shardings` says.
+    `config.json`.
+
+    With a `mesh`, leaves are placed as `k3jax.sharding.model_shardings` says: each device's shard is read from its
+    own byte ranges of the files, in every process for its own devices, and no leaf is whole in memory.
 
     Names, shapes, types and shards are checked before any data is read. Raises `CheckpointError` naming what
     is missing, extra, misshaped, mistyped, cut short or outside the folder, a scale code 0xFF (NaN), and a
-    padding value of `A_log` that is not zero. Holds one leaf more than the result while it works.
+    padding value of `A_log` that is not zero. Holds one leaf, or shard of a leaf, more than the result while it works.
 
     Example:
         >>> variables = load_hf("Kimi-Linear-48B", param_dtype=jnp.bfloat16)
         >>> variables["params"]["embed_tokens"].shape
         (163840, 2304)
     """
-    if experts not in ("dequantized", "packed"):
-        raise ValueError(f"experts: found {experts!r}, must be 'dequantized' or 'packed'")
     dtype = jnp.dtype(param_dtype)
     if dtype not in (jnp.float32, jnp.bfloat16, jnp.float64):
         raise ValueError(f"param_dtype: found {dtype}, must be float32, bfloat16 or float64")
     if dtype == jnp.float64 and not jax.config.jax_enable_x64:
         raise ValueError("param_dtype: float64 needs jax_enable_x64")
     cfg = cfg or ModelConfig.from_hf(checkpoint_dir)
+    leaves = released_arrays(cfg, open_checked(checkpoint_dir, cfg, experts), dtype, experts)
+    if mesh is None:
+        whole = lambda leaf: tuple(slice(0, size) for size in leaf.shape)  # noqa: E731
+        return unflatten_dict({path: jax.device_put(leaf.read(whole(leaf))) for path, leaf in leaves.items()})
+    from k3jax.sharding import model_shardings
+
+    shardings = flatten_dict(model_shardings(cfg, mesh, experts=experts))
+    replicated = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
+    return unflatten_dict({path: _placed(leaf, shardings.get(path, replicated)) for path, leaf in leaves.items()})
+
+
+def open_checked(
+    checkpoint_dir: str | Path, cfg: ModelConfig, experts: str, of: ModelConfig | None = None, wanted=None
+) -> Checkpoint:
+    """The checkpoint of a model, when its headers are as they must be; `of` and `wanted`: see `check`, `open_checkpoint`."""
+    if experts not in ("dequantized", "packed"):
+        raise ValueError(f"experts: found {experts!r}, must be 'dequantized' or 'packed'")
     if experts == "packed" and not cfg.quantized_experts:
         raise ValueError("experts: 'packed' needs MXFP4 experts and these are BF16; use 'dequantized'")
-
-    checkpoint = open_checkpoint(checkpoint_dir)
-    problems = check(cfg, checkpoint)
+    checkpoint = open_checkpoint(checkpoint_dir, wanted)
+    problems = check(cfg, checkpoint, of)
     if problems:
         raise CheckpointError(f"{checkpoint.path}: {describe(problems)}")
+    return checkpoint
 
-    shardings, replicated = {}, None
-    if mesh is not None:
-        replicated = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
-        from k3jax.sharding import model_shardings
 
-        shardings = flatten_dict(model_shardings(cfg, mesh, experts=experts))
+def released_arrays(
+    cfg: ModelConfig, checkpoint: Checkpoint, param_dtype: np.dtype, experts: Literal["dequantized", "packed"]
+) -> dict[tuple[str, ...], Pieced]:
+    """Every leaf of the variable tree, to be read from a checkpoint whose headers have been checked.
+
+    A piece is what one read gives at the rate of the disk: at most `PIECE_BYTES` of values.
+    """
     leaves = {leaf.path: leaf for leaf in table(cfg)}
-    flat = {}
-    for leaf in leaves.values():
-        path = leaf.path
-        if experts == "dequantized" and leaf.is_scale:
-            continue  # read with its codes
-        if experts == "dequantized" and leaf.is_packed:
+    arrays = {}
+    for path, leaf in leaves.items():
+        if leaf.is_packed and experts == "dequantized":
             path = (*path[:-1], path[-1].removesuffix("_packed"))
-            value = _dequantized(checkpoint, leaf, leaves[*path[:-1], f"{path[-1]}_scale"], dtype)
+            *outer, inner = leaf.tree_shape
+            shape, dtype = (*outer, 2 * inner), param_dtype
+            read = partial(_dequantized, checkpoint, leaf, leaves[*path[:-1], f"{path[-1]}_scale"], dtype)
+        elif leaf.is_scale and experts == "dequantized":
+            continue  # read with its codes
         else:
-            value = np.empty((leaf.repeats, leaf.experts or 1, *leaf.shape), _tree_dtype(leaf, dtype))
-            for r in range(leaf.repeats):
-                _read(checkpoint, leaf, r, value[r])
-            value = value.reshape(leaf.tree_shape)
-        flat[path] = jax.device_put(value, shardings.get(path, replicated))
-    return unflatten_dict(flat)
+            shape, dtype = leaf.tree_shape, _tree_dtype(leaf, param_dtype)
+            read = partial(_converted, checkpoint, leaf, dtype)
+        arrays[path] = Pieced(shape, dtype, piece_shape(shape, dtype.itemsize), read)
+    return arrays
+
+
+def _placed(leaf: Pieced, sharding: jax.sharding.Sharding) -> jax.Array:
+    """The leaf on its devices; a shard that several of them hold is read once."""
+    read = {}
+
+    def shard(index: Box) -> np.ndarray:
+        box = tuple(slice(*part.indices(size)[:2]) for part, size in zip(index, leaf.shape, strict=True))
+        key = tuple((part.start, part.stop) for part in box)
+        if key not in read:
+            read[key] = leaf.read(box)
+        return read[key]
+
+    return jax.make_array_from_callback(leaf.shape, sharding, shard)
 
 
 def _tree_dtype(leaf: Leaf, param_dtype: np.dtype) -> np.dtype:
@@ -87,32 +122,68 @@ def _tree_dtype(leaf: Leaf, param_dtype: np.dtype) -> np.dtype:
     return param_dtype if leaf.dtype == "BF16" else np.promote_types(np.float32, param_dtype)
 
 
-def _read(checkpoint: Checkpoint, leaf: Leaf, repeat: int, out: np.ndarray) -> None:
-    """The tensors of one layer, into out [E or 1, *leaf.shape]."""
-    for e, name in enumerate(leaf.names(repeat)):
-        flat = checkpoint.read(name).reshape(-1)
-        values, tail = flat[: out[e].size], flat[out[e].size :]
-        if tail.any():
-            found = np.count_nonzero(tail)
-            raise CheckpointError(f"{name}: {found} of its {tail.size} padding values are not zero")
-        if leaf.is_scale and (values == NAN_SCALE).any():
-            found = np.count_nonzero(values == NAN_SCALE)
-            raise CheckpointError(f"{name}: {found} of its {values.size} scale codes are 0xFF (NaN)")
-        out[e] = values.reshape(leaf.shape)
+def _converted(checkpoint: Checkpoint, leaf: Leaf, dtype: np.dtype, box: Box) -> np.ndarray:
+    """A box in `dtype`, in pieces where that is not what is stored."""
+    if dtype == DTYPES[leaf.dtype]:
+        return _stored(checkpoint, leaf, box)
+    return _in_pieces(box, dtype, lambda part: _stored(checkpoint, leaf, part))
 
 
-def _dequantized(checkpoint: Checkpoint, packed: Leaf, scale: Leaf, dtype: np.dtype) -> np.ndarray:
-    """Layer by layer, so that no more than one layer's codes are in memory beside the result."""
-    *outer, inner = packed.tree_shape
-    out = np.empty((*outer, 2 * inner), dtype)
-    codes, scales = np.empty(packed.tree_shape[1:], np.uint8), np.empty(scale.tree_shape[1:], np.uint8)
-    for r in range(packed.repeats):
-        _read(checkpoint, packed, r, codes)
-        _read(checkpoint, scale, r, scales)
-        out[r] = _dequantize(codes, scales, dtype)
+def _in_pieces(box: Box, dtype: np.dtype, read) -> np.ndarray:
+    piece = piece_shape(sizes(box), dtype.itemsize)
+    if piece == sizes(box):
+        return read(box).astype(dtype, copy=False)
+    out = np.empty(sizes(box), dtype)
+    for inner in boxes(out.shape, piece):
+        out[inner] = read(tuple(slice(a.start + b.start, a.start + b.stop) for a, b in zip(box, inner, strict=True)))
     return out
+
+
+def _stored(checkpoint: Checkpoint, leaf: Leaf, box: Box) -> np.ndarray:
+    """A box as stored. Refuses scales that are NaN, and padding that is not zero."""
+    out = np.empty(sizes(box), DTYPES[leaf.dtype])
+    checkpoint.read(spans(leaf, box), out)
+    if leaf.is_scale and (bad := np.count_nonzero(out == NAN_SCALE)):
+        names = _names(leaf, box)
+        name, part = next((n, part) for n, part in zip(names, out.reshape(len(names), -1)) if (part == NAN_SCALE).any())
+        more = f"; {bad} in the {len(names)} tensors read with it" if len(names) > 1 else ""
+        raise CheckpointError(
+            f"{checkpoint.path}: {name}: {np.count_nonzero(part == NAN_SCALE)} of its {part.size} scale codes are 0xFF (NaN){more}"
+        )
+    if padding := math.prod(leaf.stored) - math.prod(leaf.shape):
+        tail = np.empty(padding, out.dtype)
+        for name in _names(leaf, box):
+            checkpoint.read([(name, leaf.tensor_bytes - tail.nbytes, tail.nbytes)], tail)
+            if bad := np.count_nonzero(tail):
+                raise CheckpointError(
+                    f"{checkpoint.path}: {name}: {bad} of its {tail.size} padding values are not zero"
+                )
+    return out
+
+
+def _names(leaf: Leaf, box: Box) -> list[str]:
+    """The tensors that a box has a part of."""
+    return list(dict.fromkeys(name for name, _, _ in spans(leaf, box)))
+
+
+def _dequantized(checkpoint: Checkpoint, packed: Leaf, scale: Leaf, dtype: np.dtype, box: Box) -> np.ndarray:
+    """A box of values, read with the rest of the blocks that it cuts."""
+    *outer, last = box
+    blocks = slice(last.start // MX_BLOCK, -(-last.stop // MX_BLOCK))
+    first = blocks.start * MX_BLOCK
+    aligned = (*outer, slice(first, blocks.stop * MX_BLOCK))
+
+    def read(part: Box) -> np.ndarray:
+        *outer, last = part
+        codes = _stored(checkpoint, packed, (*outer, slice(last.start // 2, last.stop // 2)))
+        scales = _stored(checkpoint, scale, (*outer, slice(last.start // MX_BLOCK, last.stop // MX_BLOCK)))
+        return np.asarray(_dequantize(codes, scales, dtype))
+
+    return _in_pieces(aligned, dtype, read)[..., last.start - first : last.stop - first]
 
 
 @partial(jax.jit, static_argnums=2)
 def _dequantize(packed, scale, dtype):
-    return mx.dequantize(mx.unpack(packed), scale, dtype)
+    return (
+        mx.dequantize_packed(packed, scale) if dtype == jnp.bfloat16 else mx.dequantize(mx.unpack(packed), scale, dtype)
+    )

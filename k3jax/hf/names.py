@@ -55,8 +55,11 @@ class Leaf:
 
     def names(self, repeat: int) -> list[str]:
         """Released names at one index of the first stacking axis: one, or one an expert."""
-        layer = self.layers[repeat] if self.layers else None
-        return [self.template.format(layer=layer, expert=e) for e in range(self.experts or 1)]
+        return [self.name(repeat, e) for e in range(self.experts or 1)]
+
+    def name(self, repeat: int, expert: int) -> str:
+        """Released name at one place of the stacking axes; 0 stands for an axis that it does not have."""
+        return self.template.format(layer=self.layers[repeat] if self.layers else None, expert=expert)
 
     @property
     def count(self) -> int:

@@ -2,12 +2,7 @@
 
 from __future__ import annotations
 
-import json
-import math
-import os
-import shutil
-from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Literal
@@ -16,20 +11,27 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax.traverse_util import flatten_dict
-from safetensors import SafetensorError
-from safetensors.numpy import save_file
 
 from k3jax.config import ModelConfig
-from k3jax.hf.files import INDEX, CheckpointError, describe
+from k3jax.hf.files import CheckpointError, describe
 from k3jax.hf.names import DTYPES, NAN_SCALE, Leaf, table, tree_shapes
+from k3jax.hf.pieces import PIECE_BYTES, Box, Pieced, piece_shape, sizes, spans
+from k3jax.hf.shards import ShardWriter, split
+from k3jax.hf.stream import MEMORY, Job, run
 from k3jax.ops import mx
+
+SHARD_BYTES = 5 * 10**9
+_INFINITY = {
+    2: (np.uint16, 0x7F80),
+    4: (np.uint32, 0x7F800000),
+}  # of bfloat16 and float32; the magnitudes of NaNs are above
 
 
 def save_hf(
     checkpoint_dir: str | Path,
     cfg: ModelConfig,
     variables: dict,
-    max_shard_size: int = 5 * 10**9,
+    max_shard_size: int = SHARD_BYTES,
     weight_map: dict[str, str] | None = None,
     scale_rule: Literal["even", "floor"] = "even",
 ) -> None:
@@ -41,45 +43,69 @@ def save_hf(
     tensor is alone in its own), and one holds all tensors of a layer where they fit; `weight_map` fixes
     another split by naming each tensor's shard.
 
-    The folder appears whole or not at all. Raises `CheckpointError` if it exists and is not empty, if a leaf
-    of `variables` is missing, extra or misshaped, if a weight is NaN or infinite, and if the disk is full.
+    Files get their names when all are whole, the index last; until then they end in `.unfinished`. Raises
+    `CheckpointError` if the folder exists and is not empty, if a leaf of `variables` is missing, extra or misshaped, if
+    a weight is NaN or infinite, and if the disk is full.
 
     Example:
         >>> save_hf("export", cfg, {"params": state.params, "router": state.router})
     """
+    leaves = {path: _in_memory(leaf) for path, leaf in flatten_dict(variables).items()}
+    write_released(checkpoint_dir, cfg, leaves, max_shard_size, weight_map, scale_rule)
+
+
+def write_released(
+    checkpoint_dir: str | Path,
+    cfg: ModelConfig,
+    leaves: Mapping[tuple[str, ...], Pieced],
+    max_shard_size: int = SHARD_BYTES,
+    weight_map: dict[str, str] | None = None,
+    scale_rule: Literal["even", "floor"] = "even",
+    identity: str | None = None,
+    memory: int = MEMORY,
+) -> None:
+    """`save_hf` of leaves that are read in pieces, of which no more than `memory` bytes are held.
+
+    With an `identity` of the source, what was written before an error or a kill is kept, and the same call goes on.
+    """
     destination = Path(checkpoint_dir).absolute()
-    if destination.exists() and not (destination.is_dir() and not any(destination.iterdir())):
-        raise CheckpointError(f"{destination}: already exists; choose a new or empty folder")
     if max_shard_size < 1:
         raise ValueError(f"max_shard_size: found {max_shard_size}, must be a positive number of bytes")
-    flat = flatten_dict(variables)
-    leaves = table(cfg)
-    _refuse(_tree_problems(cfg, flat), "variables")
+    stored = table(cfg)
+    _refuse(_tree_problems(cfg, leaves), "variables")
     if weight_map is None:
-        weight_map = _split(leaves, max_shard_size)
-    _refuse(_weight_map_problems(leaves, weight_map), "weight_map")
-    total = sum(leaf.count * leaf.tensor_bytes for leaf in leaves)
-    index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
-
-    unfinished = destination.with_name(f".{destination.name}.unfinished-{os.getpid()}")
+        weight_map = split(stored, max_shard_size)
+    _refuse(_weight_map_problems(stored, weight_map), "weight_map")
+    if identity is not None:
+        identity = f"{identity} {max_shard_size} {scale_rule}"
+    writer = ShardWriter(destination, cfg, stored, weight_map, identity)
     try:
-        unfinished.mkdir(parents=True)
-        for shard, tensors in _shards(leaves, flat, weight_map, scale_rule):
-            save_file(tensors, unfinished / shard, metadata={"format": "pt"})
-            # The library makes shards readable by their owner alone; they get what the folder got.
-            (unfinished / shard).chmod(unfinished.stat().st_mode & 0o666)
-        (unfinished / INDEX).write_text(json.dumps(index, indent=1))
-        (unfinished / "config.json").write_text(json.dumps(cfg.to_hf(), indent=1))
-        for path in (*unfinished.iterdir(), unfinished):
-            _sync(path)
-        os.rename(unfinished, destination)
-        _sync(destination.parent)
-    except (OSError, SafetensorError) as error:
-        raise CheckpointError(
-            f"{destination}: writing failed ({error}); {total} bytes of disk are needed; nothing was kept"
-        ) from error
-    finally:
-        shutil.rmtree(unfinished, ignore_errors=True)
+        writer.begin()
+        jobs = _jobs(stored, leaves, writer, scale_rule)
+        run(jobs, "export", lambda job: writer.record(job.key, job.bytes), writer.finished.__contains__, memory)
+        writer.commit()
+    except BaseException as error:
+        kept = "the same command goes on from what was written"
+        if identity is None:
+            writer.abandon()
+            kept = "nothing was kept"
+        else:
+            writer.close()
+        if isinstance(error, OSError):
+            raise CheckpointError(
+                f"{destination}: writing failed ({error.strerror or error}); {writer.total} bytes of disk are needed; {kept}"
+            ) from error
+        raise
+
+
+def _in_memory(leaf) -> Pieced:
+    """A leaf of any kind of array. One on devices comes to the host by entries of its first axis."""
+    shape, dtype = tuple(np.shape(leaf)), np.dtype(getattr(leaf, "dtype", object))
+    if isinstance(leaf, jax.Array):
+        if len(shape) < 3 or leaf.nbytes <= PIECE_BYTES:  # not stacked, or small
+            return Pieced(shape, dtype, shape, lambda box: np.asarray(leaf)[box])
+        return Pieced(shape, dtype, (1, *shape[1:]), lambda box: np.asarray(leaf[box[0].start])[None][:, *box[1:]])
+    return Pieced(shape, dtype, piece_shape(shape, dtype.itemsize), lambda box: leaf[box])
 
 
 def _refuse(problems: dict[str, str], what: str) -> None:
@@ -87,7 +113,7 @@ def _refuse(problems: dict[str, str], what: str) -> None:
         raise CheckpointError(f"{what}: {describe(problems)}; nothing was written")
 
 
-def _tree_problems(cfg: ModelConfig, flat: dict) -> dict[str, str]:
+def _tree_problems(cfg: ModelConfig, flat: Mapping[tuple[str, ...], Pieced]) -> dict[str, str]:
     if cfg.vision and ("params", "vision_tower", "proj") not in flat:
         return {"vision_tower": "missing, but cfg.vision is set; keep what load_hf gave, or set cfg.vision to None"}
     packed = any(path[-1].endswith("_packed") for path in flat)
@@ -98,8 +124,8 @@ def _tree_problems(cfg: ModelConfig, flat: dict) -> dict[str, str]:
         wants = np.uint8 if path[-1].endswith(("_packed", "_scale")) else jnp.floating
         if found is None:
             problems["/".join(path)] = f"missing; expected shape {list(shape)}"
-        elif getattr(found, "shape", None) != shape:
-            problems["/".join(path)] = f"found shape {list(np.shape(found))}, expected {list(shape)}"
+        elif found.shape != shape:
+            problems["/".join(path)] = f"found shape {list(found.shape)}, expected {list(shape)}"
         elif not jnp.issubdtype(found.dtype, wants):
             problems["/".join(path)] = f"found type {found.dtype}, expected {wants.__name__}"
     for path in flat.keys() - expected.keys():
@@ -117,84 +143,69 @@ def _weight_map_problems(leaves: list[Leaf], weight_map: dict[str, str]) -> dict
     return problems
 
 
-def _split(leaves: list[Leaf], limit: int) -> dict[str, str]:
-    """Layers in order, each begun in a new shard where the open one has no room for all of it."""
-    groups = defaultdict(list)  # what belongs to no layer comes first
-    for leaf in leaves:
-        for r in range(leaf.repeats):
-            layer = leaf.layers[r] if leaf.layers and leaf.part != "vision" else -1
-            groups[layer] += [(name, leaf.tensor_bytes) for name in leaf.names(r)]
-    shards, room = [[]], limit
-    for _, group in sorted(groups.items()):
-        needed = sum(size for _, size in group)
-        for name, size in group:
-            if max(size, needed) > room and shards[-1]:
-                shards.append([])
-                room = limit
-            needed = 0  # once begun, a layer goes on in the same shard
-            shards[-1].append(name)
-            room -= size
-    files = [f"model-{i:05d}-of-{len(shards):05d}.safetensors" for i in range(1, len(shards) + 1)]
-    return {name: file for file, names in zip(files, shards, strict=True) for name in names}
+def _jobs(
+    stored: list[Leaf], leaves: Mapping[tuple[str, ...], Pieced], writer: ShardWriter, scale_rule: str
+) -> Iterator[Job]:
+    """Reads, converts and writes every piece of every leaf."""
+    for leaf in stored:
+        targets, path = [leaf], leaf.path
+        if path not in leaves:  # to be quantised: x_packed and x_scale both come from x
+            if leaf.is_scale:
+                continue
+            path = (*path[:-1], path[-1].removesuffix("_packed"))
+            targets.append(next(other for other in stored if other.path == (*path[:-1], f"{path[-1]}_scale")))
+        source = leaves[path]
+        for number, box in enumerate(source.boxes()):
+            size = source.dtype.itemsize * int(np.prod(sizes(box)))
+            yield Job(f"{'/'.join(path)} {number}", size, partial(_convert, source, box, targets, writer, scale_rule))
 
 
-def _shards(leaves: list[Leaf], flat: dict, weight_map: dict, scale_rule: str) -> Iterator[tuple[str, dict]]:
-    """Each shard's name and tensors, ready to be written."""
-    shards = defaultdict(lambda: defaultdict(list))
-    for leaf in leaves:
-        for r in range(leaf.repeats):
-            for e, name in enumerate(leaf.names(r)):
-                shards[weight_map[name]][leaf, r].append((e, name))
-    for shard, pieces in shards.items():
-        tensors = {}
-        for (leaf, r), members in pieces.items():
-            block = _stored(leaf, r, flat, scale_rule)
-            tensors |= {name: block[e] for e, name in members}
-        yield shard, tensors
-
-
-def _stored(leaf: Leaf, repeat: int, flat: dict, scale_rule: str) -> np.ndarray:
-    """One layer's tensors of a leaf as stored: [E or 1, *leaf.stored]."""
-    copies = leaf.experts or 1
-    path = leaf.path
-    if path not in flat:  # to be quantised: x_packed and x_scale both come from x
-        path = (*path[:-1], path[-1].rpartition("_")[0])
-    block = np.asarray(flat[path][repeat] if leaf.layers else flat[path])
-    if path != leaf.path:
-        finite = np.isfinite(block)
-        block = np.asarray((_codes if leaf.is_packed else _scales)(block, scale_rule))
+def _convert(source: Pieced, box: Box, targets: list[Leaf], writer: ShardWriter, scale_rule: str) -> None:
+    block = source.read(box)
+    if len(targets) == 1:
+        (leaf,) = targets
+        with np.errstate(over="ignore"):  # what leaves the range of the stored type is reported
+            stored = np.ascontiguousarray(block.astype(DTYPES[leaf.dtype], copy=False))
+        _check_finite(leaf, box, stored)
+        parts = [(leaf, box, stored)]
     else:
-        with np.errstate(over="ignore"):  # what leaves the range of the stored type is reported below
-            block = block.astype(DTYPES[leaf.dtype], copy=False)
-        finite = block != NAN_SCALE if leaf.is_scale else np.isfinite(block)
-    bad = np.count_nonzero(~finite.reshape(copies, -1), axis=1)
-    if bad.any():
-        e = int(np.argmax(bad))
-        raise CheckpointError(
-            f"{leaf.names(repeat)[e]}: {bad[e]} of {finite.size // copies} values are NaN or infinite as "
-            f"{leaf.dtype}; see leaf {'/'.join(path)}, nothing was kept"
-        )
-    block = block.reshape(copies, -1)
-    padding = math.prod(leaf.stored) - block.shape[1]
-    if padding:
-        block = np.pad(block, ((0, 0), (0, padding)))
-    return block.reshape(copies, *leaf.stored)
+        _check_finite(targets[0], box, block)
+        *outer, last = box
+        boxes = [(*outer, slice(last.start // n, last.stop // n)) for n in (2, mx.BLOCK)]
+        with jax.enable_x64(block.dtype == np.float64):  # of each thread its own
+            parts = zip(targets, boxes, map(np.asarray, _quantize(block, scale_rule)), strict=True)
+    for leaf, part, values in parts:
+        rest = memoryview(values.reshape(-1).view(np.uint8))
+        for name, first, count in spans(leaf, part):
+            writer.write(name, first, rest[:count])
+            rest = rest[count:]
+
+
+def _check_finite(leaf: Leaf, box: Box, block: np.ndarray) -> None:
+    if leaf.is_scale:
+        bad = block == NAN_SCALE
+    elif block.dtype == np.uint8:
+        return
+    else:
+        if block.itemsize in _INFINITY:  # one pass over the bits, which is what a good block costs
+            uint, infinity = _INFINITY[block.itemsize]
+            if (block.view(uint) & uint(np.iinfo(uint).max >> 1)).max() < infinity:
+                return
+        bad = ~np.isfinite(block)
+    if not bad.any():
+        return
+    outer = box[: len(leaf.tree_shape) - len(leaf.shape)]
+    counts = bad.reshape(*sizes(outer), -1).sum(axis=-1)
+    first = np.unravel_index(np.argmax(counts > 0), counts.shape)
+    place = [part.start + int(i) for part, i in zip(outer, first, strict=True)]
+    name = leaf.name(place[0] if leaf.layers else 0, place[-1] if leaf.experts else 0)
+    raise CheckpointError(
+        f"{name}: {counts[first]} of {bad.size // counts.size} values are NaN or infinite as {leaf.dtype}; "
+        f"see leaf {'/'.join(leaf.path)}"
+    )
 
 
 @partial(jax.jit, static_argnums=1)
-def _codes(x, scale_rule):
-    return mx.pack(mx.quantize(x, "mxfp4", scale_rule)[0])
-
-
-@partial(jax.jit, static_argnums=1)
-def _scales(x, scale_rule):
-    return mx.quantize(x, "mxfp4", scale_rule)[1]
-
-
-def _sync(path: Path) -> None:
-    """Waits until a file, or a folder's list of names, is on disk."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+def _quantize(x, scale_rule):
+    codes, scale = mx.quantize(x, "mxfp4", scale_rule)
+    return mx.pack(codes), scale

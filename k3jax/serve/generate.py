@@ -38,6 +38,8 @@ def load_model(
         variables = load_hf(checkpoint, experts=experts)
         return K3(ModelConfig.from_hf(checkpoint), experts=experts, mxfp8_inputs=mxfp8_inputs), variables
     cfg, variables, meta = restore_weights(checkpoint)
+    if meta["kind"] == "weights":  # an import, with its experts as they were imported
+        return K3(cfg, experts=meta.get("experts", "dequantized"), mxfp8_inputs=mxfp8_inputs), variables
     # A run's weights are not packed; used as they were trained they give what their export gives packed.
     qat = meta.get("train", {}).get("qat", False)
     return K3(cfg, experts="qat" if qat else "dequantized", mxfp8_inputs=qat and mxfp8_inputs), variables

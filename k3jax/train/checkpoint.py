@@ -1,4 +1,5 @@
-"""Checkpoints of a run: asynchronous saves that are whole or absent, restored bit for bit onto any mesh.
+"""Checkpoints of a run: asynchronous saves that are whole or absent, restored bit for bit onto any mesh; and the same
+checkpoints written and read piece by piece, for models that do not fit in memory.
 
 A run folder keeps them under `checkpoints/<step>`. A step is written beside its final name and renamed when
 it is complete, so a save that was killed or ran out of disk never shows up. With several processes the folder is
@@ -9,18 +10,24 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import json
 import logging
 import os
 import re
 import shutil
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
+import tensorstore as ts
 from jax.sharding import SingleDeviceSharding
 from orbax.checkpoint import multihost
 from orbax.checkpoint import v1 as ocp
+
+from k3jax.hf.pieces import PIECE_BYTES, Box, Pieced
 
 # Orbax logs the traceback of a failed save from each of its threads; here the failure is raised, as one line.
 logging.getLogger("absl").addFilter(lambda record: f"{os.sep}orbax{os.sep}" not in record.pathname)
@@ -28,6 +35,8 @@ logging.getLogger("absl").addFilter(lambda record: f"{os.sep}orbax{os.sep}" not 
 _TEMPORARY = ".orbax-checkpoint-tmp"  # suffix of a step that is not whole
 _LATE_MS = 3_600_000  # a process that died is noticed by its heartbeat; one that compiles for long is waited for
 _meetings = itertools.count()
+_ARRAYS = "state"  # what Orbax calls the arrays of a step
+_UNFINISHED = "unfinished"  # folder beside the steps, of a step that is written piece by piece
 _COMMITTED = ("_CHECKPOINT_METADATA", "commit_success.txt")  # what a whole step holds besides its arrays
 
 
@@ -114,6 +123,8 @@ class Checkpoints:
                 context = ocp.Context()
                 # Replicas share the writing of large arrays only: each shape they cut costs a compilation.
                 context.array.saving.min_slice_bytes_for_replica_parallel = 2**26
+                # Pieces are what another mesh, or an export, reads at a time.
+                context.array.saving.storage_options.chunk_byte_size = PIECE_BYTES
                 self._orbax = ocp.training.Checkpointer(
                     self.folder,
                     context=context,
@@ -155,17 +166,26 @@ class Checkpoints:
         """The JSON object saved with `step`, without reading any array."""
         return self._metadata(step).custom_metadata
 
-    def restore(self, step: int, abstract_state: Any, partial: bool = False) -> tuple[Any, dict[str, Any]]:
+    def pieced(self, step: int) -> dict[str, Pieced]:
+        """The arrays of `step` by dotted path, to be read in the pieces they were written in."""
+        leaves = _leaves(self._metadata(step).metadata)
+        folder = self.folder / str(step) / _ARRAYS
+        packed = json.loads((folder / "_METADATA").read_text())["use_ocdbt"]
+        return {name: _open(folder, name, packed, leaf) for name, leaf in leaves.items()}
+
+    def restore(
+        self, step: int, abstract_state: Any, partial: bool = False, widen: bool = False
+    ) -> tuple[Any, dict[str, Any]]:
         """(state, meta) of `step`, each leaf with the sharding of its `jax.ShapeDtypeStruct`.
 
         A leaf without a sharding goes to this process' first device. `partial` leaves what `abstract_state` does not
-        name unread, e.g. the optimizer's state.
+        name unread, e.g. the optimizer's state. `widen` turns floats into wider ones, which is exact.
 
         Raises `CheckpointError` naming the first leaf that is missing, extra, or of another shape or dtype.
         """
         metadata = self._metadata(step)
         path = self.folder / str(step)
-        _check(path, _leaves(metadata.metadata), _leaves(abstract_state), partial)
+        _check(path, _leaves(metadata.metadata), _leaves(abstract_state), partial, widen)
         device = SingleDeviceSharding(jax.local_devices()[0])
         placed = jax.tree.map(
             lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding or device),
@@ -216,6 +236,126 @@ class Checkpoints:
         return CheckpointError(f"{self.folder / str(step)}: could not be saved ({_reason(error)}); {kept}")
 
 
+class PieceWriter:
+    """A checkpoint whose leaves are written piece by piece, by any thread, and which `commit` makes step `step`.
+
+    Until then it lies in a folder beside the steps. A writer of the same `identity` goes on from the pieces that a process
+    that was killed had written. Every piece is a file: uncompressed chunks of Zarr 3, in the layout Orbax restores.
+
+    Raises `CheckpointError` if the step exists, or the beginning of another one does.
+
+    Example:
+        >>> writer = PieceWriter("imported/checkpoints", 0, leaves, {"kind": "weights"}, "of k3-2026")
+        >>> for name, leaf in leaves.items():
+        ...     for box in leaf.boxes():
+        ...         if not writer.has(name, box):
+        ...             writer.write(name, box, leaf.read(box))
+        >>> writer.commit()
+    """
+
+    def __init__(self, folder: str | Path, step: int, leaves: Mapping[tuple[str, ...], Pieced], meta: dict, identity: str):
+        self.folder, self.step, self._leaves = Path(folder).absolute(), step, leaves
+        self._unfinished = self.folder / _UNFINISHED
+        self._step = self._unfinished / str(step)
+        if newest := _step_folders(self.folder):
+            shutil.rmtree(self._unfinished, ignore_errors=True)  # what a commit that was cut short has left
+            raise CheckpointError(f"{self.folder}: already holds step {newest[-1]}; choose another folder")
+        note = self._unfinished / "identity"
+        found = note.read_text() if note.exists() else None
+        if found not in (None, identity):
+            raise CheckpointError(f"{self._unfinished}: holds the beginning of another import; remove it first")
+        if found is None:
+            shutil.rmtree(self._unfinished, ignore_errors=True)
+            self._unfinished.mkdir(parents=True)
+            _write(note, identity.encode())
+        if not self._step.exists():
+            self._lay_out(meta)
+
+    def has(self, path: tuple[str, ...], box: Box) -> bool:
+        return self._file(path, box).exists()
+
+    def write(self, path: tuple[str, ...], box: Box, values: np.ndarray) -> None:
+        """Writes a piece: a box of the leaf's `boxes()`."""
+        missing = [(0, step - size) for step, size in zip(self._leaves[path].piece, values.shape, strict=True)]
+        if any(after for _, after in missing):  # chunks at the end are stored in full size
+            values = np.pad(values, missing)
+        _write(self._file(path, box), memoryview(np.ascontiguousarray(values).reshape(-1).view(np.uint8)))
+
+    def commit(self) -> None:
+        """Makes the pieces, of which none may be missing, a checkpoint."""
+        for path, leaf in self._leaves.items():
+            for box in leaf.boxes():
+                if not self.has(path, box):
+                    raise CheckpointError(f"{self._file(path, box)}: missing; it was removed while the others were written")
+        os.rename(self._step, self.folder / str(self.step))
+        _sync(self.folder)
+        shutil.rmtree(self._unfinished)
+
+    def _file(self, path: tuple[str, ...], box: Box) -> Path:
+        number = [str(part.start // step) for part, step in zip(box, self._leaves[path].piece, strict=True)]
+        return self._step.joinpath(_ARRAYS, ".".join(path), "c", *number)
+
+    def _lay_out(self, meta: dict) -> None:
+        """Has Orbax save arrays of one value, and makes them as large as they will be."""
+        skeleton = self._unfinished / "skeleton"
+        shutil.rmtree(skeleton, ignore_errors=True)
+        context = ocp.Context()
+        context.array.saving.use_ocdbt = False
+        tree: dict = {}
+        for path, leaf in self._leaves.items():
+            node = tree
+            for part in path[:-1]:
+                node = node.setdefault(part, {})
+            node[path[-1]] = np.zeros(1, leaf.dtype)
+        with context:
+            ocp.save(skeleton, tree, custom_metadata=meta)
+        for path, leaf in self._leaves.items():
+            folder = skeleton / _ARRAYS / ".".join(path)
+            description = json.loads((folder / "zarr.json").read_text())
+            description["shape"] = leaf.shape
+            description["chunk_grid"]["configuration"]["chunk_shape"] = leaf.piece
+            endian = {"configuration": {"endian": "little"}} if leaf.dtype.itemsize > 1 else {}
+            description["codecs"] = [{"name": "bytes", **endian}]
+            _write(folder / "zarr.json", json.dumps(description).encode())
+            shutil.rmtree(folder / "c")
+        os.rename(skeleton, self._step)
+
+
+def _open(folder: Path, name: str, packed: bool, leaf: Any) -> Pieced:
+    """An array of a step on disk; `packed`: Orbax put the step's arrays together in a database."""
+    if packed:
+        store = {"driver": "ocdbt", "base": f"file://{folder}/", "path": f"{name}/"}
+    else:
+        store = {"driver": "file", "path": f"{folder / name}/"}
+
+    def read(box: Box) -> np.ndarray:
+        try:
+            return ts.open({"driver": "zarr3", "kvstore": store}, read=True, open=True).result()[box].read().result()
+        except ValueError as error:
+            raise CheckpointError(f"{folder.parent}: '{name}' cannot be read ({_reason(error)})") from error
+
+    return Pieced(tuple(leaf.shape), np.dtype(leaf.dtype), tuple(leaf.storage_metadata.chunk_shape), read)
+
+
+def _write(file: Path, content: bytes | memoryview) -> None:
+    """Writes a file that is whole, and on disk, or not there."""
+    file.parent.mkdir(parents=True, exist_ok=True)
+    part = file.with_name(f"{file.name}.part")
+    with open(part, "wb") as out:
+        out.write(content)
+        out.flush()
+        os.fsync(out.fileno())
+    os.rename(part, file)
+
+
+def _sync(folder: Path) -> None:
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
 def _steps(folder: Path) -> list[int]:
     steps = _step_folders(folder)
     return [step for step in steps if all((folder / str(step) / name).exists() for name in _COMMITTED)]
@@ -234,7 +374,7 @@ def _leaves(tree: Any) -> dict[str, Any]:
     return {jax.tree_util.keystr(path, simple=True, separator="."): leaf for path, leaf in paths}
 
 
-def _check(path: Path, found: dict[str, Any], wanted: dict[str, Any], partial: bool) -> None:
+def _check(path: Path, found: dict[str, Any], wanted: dict[str, Any], partial: bool, widen: bool) -> None:
     for name, leaf in wanted.items():
         if jax.dtypes.canonicalize_dtype(leaf.dtype) != leaf.dtype:
             raise CheckpointError(f"{path}: '{name}' is {_describe(leaf)}, which needs jax_enable_x64")
@@ -245,11 +385,16 @@ def _check(path: Path, found: dict[str, Any], wanted: dict[str, Any], partial: b
     wrong += [
         f"'{name}': found {_describe(found[name])}, expected {_describe(leaf)}"
         for name, leaf in wanted.items()
-        if name in found and _describe(found[name]) != _describe(leaf)
+        if name in found and _describe(found[name]) != _describe(leaf) and not (widen and _widens(found[name], leaf))
     ]
     if wrong:
         more = f" (and {len(wrong) - 1} more)" if wrong[1:] else ""
         raise CheckpointError(f"{path}: {wrong[0]}{more}")
+
+
+def _widens(found: Any, wanted: Any) -> bool:
+    floats = jnp.issubdtype(found.dtype, jnp.floating) and jnp.issubdtype(wanted.dtype, jnp.floating)
+    return floats and found.shape == wanted.shape and np.promote_types(found.dtype, wanted.dtype) == wanted.dtype
 
 
 def _describe(leaf: Any) -> str:

@@ -15,9 +15,11 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
+from flax.traverse_util import flatten_dict, unflatten_dict
 
 from k3jax.config import ModelConfig
 from k3jax.nn.model import K3, init_variables
+from k3jax.ops import mx
 from k3jax.run_config import RunConfig
 from k3jax.sharding import make_mesh
 from k3jax.train import step as training
@@ -180,10 +182,27 @@ def _first_state(config: RunConfig, mesh):
     abstract, shardings = training.abstract_state(config, mesh)
     if meta["kind"] == "run":
         return checkpoints.restore(number, abstract)[0], shardings
-    # Weights alone, as `convert import` writes them: the optimizer starts anew.
-    weights, _ = checkpoints.restore(number, {"params": abstract.params, "router": abstract.router}, partial=True)
+    # Weights alone, in the types they are stored in, as `convert import` writes them: the optimizer starts anew.
+    weights = _imported(checkpoints, number, {"params": abstract.params, "router": abstract.router}, meta.get("experts", "dequantized"))
     fresh, _ = training.init_state(config, mesh)
     return fresh.replace(**weights), shardings
+
+
+def _imported(checkpoints: Checkpoints, number: int, abstract: dict, experts: str) -> dict[str, Any]:
+    """Weights of an import in the types and places of `abstract`; packed experts are dequantised where they lie."""
+    wanted = flatten_dict(abstract)
+    packed = {path: leaf for path, leaf in wanted.items() if "experts" in path} if experts == "packed" else {}
+    stored = {path: leaf for path, leaf in wanted.items() if path not in packed}
+    for (*above, name), leaf in packed.items():
+        for suffix, values in (("_packed", 2), ("_scale", mx.BLOCK)):
+            shape = (*leaf.shape[:-1], leaf.shape[-1] // values)  # this axis is never split
+            stored[*above, name + suffix] = jax.ShapeDtypeStruct(shape, jnp.uint8, sharding=leaf.sharding)
+    found = flatten_dict(checkpoints.restore(number, unflatten_dict(stored), partial=True, widen=True)[0])
+    for (*above, name), leaf in packed.items():
+        codes, scale = (found.pop((*above, name + suffix)) for suffix in ("_packed", "_scale"))
+        values = jax.jit(lambda p, s, dtype=leaf.dtype: mx.dequantize(mx.unpack(p), s, dtype), out_shardings=leaf.sharding)
+        found[*above, name] = values(codes, scale)
+    return unflatten_dict(found)
 
 
 def _program(jitted, *arguments):
@@ -226,6 +245,6 @@ def restore_weights(checkpoint: str | Path, param_dtype=jnp.float32) -> tuple[Mo
     checkpoints = Checkpoints(folder)
     meta = checkpoints.read_meta(number)
     cfg = ModelConfig.from_hf(meta["model"])
-    model = K3(cfg, param_dtype=param_dtype)
+    model = K3(cfg, param_dtype=param_dtype, experts=meta.get("experts", "dequantized"))
     abstract = jax.eval_shape(lambda: nn.unbox(init_variables(model, jax.random.key(0))))
-    return cfg, checkpoints.restore(number, abstract, partial=True)[0], meta
+    return cfg, checkpoints.restore(number, abstract, partial=True, widen=True)[0], meta

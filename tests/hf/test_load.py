@@ -1,10 +1,13 @@
 """Import: exact values in the right place, and every damage refused before data is read."""
 
+import json
+import os
 import sys
 import types
 
 import jax
 import jax.numpy as jnp
+import ml_dtypes
 import numpy as np
 import pytest
 from flax.traverse_util import flatten_dict, unflatten_dict
@@ -15,6 +18,7 @@ from k3jax.hf import CheckpointError, load_hf
 from k3jax.hf.files import Checkpoint, inside
 from k3jax.hf.names import tree_shapes
 
+INDEX = "model.safetensors.index.json"
 LAYER5 = "language_model.model.layers.5."
 E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6])
 
@@ -113,12 +117,15 @@ def test_one_shard_without_an_index(copy_golden):
     assert jax.tree.all(jax.tree.map(lambda a, b: bool((a == b).all()), load_hf(copy.folder), expected))
 
 
-def test_shards_may_be_links_to_elsewhere(copy_golden, tmp_path):
+def test_shards_may_be_links_into_the_hub_s_cache(copy_golden, tmp_path):
     copy = copy_golden("kimi_linear_tiny")
-    (tmp_path / "blobs").mkdir()
-    for file in copy.folder.glob("*.safetensors"):
-        file.symlink_to(file.rename(tmp_path / "blobs" / file.name))
-    assert load_hf(copy.folder)["params"]["norm"].shape == (64,)
+    (tmp_path / "models--kimi" / "blobs").mkdir(parents=True)
+    (tmp_path / "models--kimi" / "snapshots").mkdir()
+    revision = copy.folder.rename(tmp_path / "models--kimi" / "snapshots" / "5f1c")
+    for i, file in enumerate(revision.glob("*.safetensors")):
+        file.rename(tmp_path / "models--kimi" / "blobs" / str(i))
+        file.symlink_to(f"../../blobs/{i}")
+    assert load_hf(revision)["params"]["norm"].shape == (64,)
 
 
 def test_a_config_given_beats_the_folder_s(copy_golden):
@@ -178,7 +185,106 @@ def cut(copy, length):
     file.write_bytes(file.read_bytes()[:length])
 
 
+def raw(copy, change):
+    """Changes the header of the second shard as text; the length before it follows."""
+    file = copy.folder / SHARD2
+    content = file.read_bytes()
+    length = int.from_bytes(content[:8], "little")
+    header = change(content[8 : 8 + length])
+    file.write_bytes(len(header).to_bytes(8, "little") + header + content[8 + length :])
+
+
+def offsets(copy, change):
+    """Changes the data_offsets of GATE."""
+
+    def edit(header):
+        tensors = json.loads(header)
+        tensors[GATE]["data_offsets"] = change(*tensors[GATE]["data_offsets"])
+        return json.dumps(tensors).encode()
+
+    raw(copy, edit)
+
+
+def header_length(copy, length):
+    file = copy.folder / SHARD2
+    file.write_bytes(length.to_bytes(8, "little") + file.read_bytes()[8:])
+
+
+def again(copy, name):
+    tensors = load_file(copy.folder / SHARD1)
+    save_file(tensors | {name: np.zeros((12, 64), ml_dtypes.bfloat16)}, copy.folder / SHARD1)
+
+
+def link_out(copy, to):
+    file = copy.folder / SHARD2
+    target = copy.folder.parent / "elsewhere"
+    target.mkdir()
+    file.rename(target / SHARD2)
+    if to == "file":
+        file.symlink_to(target / SHARD2)
+    else:
+        (copy.folder / "sub").symlink_to(target)
+        for name, shard in copy.weight_map.items():
+            if shard == SHARD2:
+                copy.edit_index(**{name: f"sub/{SHARD2}"})
+
+
+def to_pickle(copy):
+    (copy.folder / SHARD2).rename(copy.folder / "pytorch_model.bin")
+    index = copy.folder / "model.safetensors.index.json"
+    index.write_text(index.read_text().replace(SHARD2, "pytorch_model.bin"))
+
+
+def pipe(copy):
+    (copy.folder / SHARD2).unlink()
+    os.mkfifo(copy.folder / SHARD2)
+
+
+def contradict(copy):
+    config = json.loads((copy.folder / "config.json").read_text())
+    config["text_config"]["moe_intermediate_size"] = 32
+    (copy.folder / "config.json").write_text(json.dumps(config))
+
+
+EXPERT = LAYER5 + "block_sparse_moe.experts.3.w2.weight_"
+DAMAGED = f"1 problem: {SHARD2}: the shard is cut short or damaged "
 DAMAGE = {
+    "header longer than the file": (lambda c: header_length(c, 10**7), rf"{DAMAGED}\(header length 10,000,000 in a file of"),
+    "header of any length": (lambda c: header_length(c, 2**63), rf"{DAMAGED}\(header length 9,223,372"),
+    "header of no length": (lambda c: header_length(c, 0), rf"{DAMAGED}\(header length 0 in a file of"),
+    "header too short": (lambda c: header_length(c, 100), rf"{DAMAGED}\("),
+    "header is a list": (lambda c: raw(c, lambda h: b"[]"), rf"{DAMAGED}\(the header is not a JSON object\)"),
+    "header is deep": (lambda c: raw(c, lambda h: b"[" * 100_000), rf"{DAMAGED}\("),
+    "header is not text": (lambda c: raw(c, lambda h: b"\xff" + h), rf"{DAMAGED}\("),
+    "overlapping offsets": (lambda c: offsets(c, lambda a, b: [a - 64, b - 64]), rf"{DAMAGED}\({GATE} overlaps language_model"),
+    "offsets with a gap": (lambda c: offsets(c, lambda a, b: [a + 2, b + 2]), rf"{DAMAGED}\({GATE} leaves 2 bytes unused after"),
+    "offsets out of range": (lambda c: offsets(c, lambda a, b: [a + 10**9, b + 10**9]), DAMAGED),
+    "negative offsets": (lambda c: offsets(c, lambda a, b: [a - b, 0]), rf"{DAMAGED}\({GATE}: not a dtype, shape and data_offsets"),
+    "offsets of another size": (lambda c: offsets(c, lambda a, b: [a, b + 2]), rf"{GATE}: 1538 bytes for BF16 \[12, 64\]"),
+    "unknown type": (lambda c: raw(c, lambda h: h.replace(b'"BF16"', b'"BF17x"', 1)), rf"{DAMAGED}\(unknown type 'BF17x'"),
+    "duplicate names": (
+        lambda c: raw(c, lambda h: h.replace(b".experts.1.w1.weight_scale", b".experts.0.w1.weight_scale", 1)),
+        rf"{DAMAGED}\(language_model.*experts.0.w1.weight_scale is listed twice\)",
+    ),
+    "duplicate names in the index": (
+        lambda c: (c.folder / INDEX).write_text((c.folder / INDEX).read_text().replace(".experts.1.", ".experts.0.", 1)),
+        r"model.safetensors.index.json: not readable as JSON \(language_model.* is listed twice\)",
+    ),
+    "in two shards": (lambda c: again(c, GATE), f"1 problem: {GATE}: in {SHARD2} and again in {SHARD1}"),
+    "link out of the folder": (lambda c: link_out(c, "file"), f"1 problem: {SHARD2}: a link out of the folder"),
+    "folder linked out of the folder": (lambda c: link_out(c, "folder"), f"1 problem: sub/{SHARD2}: a link out of the folder"),
+    "pickle": (to_pickle, "1 problem: pytorch_model.bin: not a .safetensors file; nothing else is read"),
+    "pipe": (pipe, rf"{DAMAGED}\(not a file\)"),
+    "packed without scale": (lambda c: remove(c, f"{EXPERT}scale"), rf"1 problem: {EXPERT}scale: missing; expected U8 \[32, 2\]"),
+    "odd packed width": (
+        lambda c: c.edit(f"{EXPERT}packed", lambda a: a[:, :31].copy()),
+        rf"1 problem: {EXPERT}packed: found U8 \[32, 31\], expected U8 \[32, 32\]",
+    ),
+    "config that contradicts the tensors": (
+        contradict,
+        r"600 problems: .*experts\.\*\.w1\.weight_packed \(96 of them\): found U8 \[64, 16\], expected U8 \[32, 16\]; .*"
+        r"shared_experts\.up_proj\.weight \(8 of them\): found BF16 \[128, 64\], expected BF16 \[64, 64\]$",
+    ),
     "missing": (lambda c: remove(c, GATE), rf"1 problem: {GATE}: missing; expected BF16 \[12, 64\]"),
     "extra": (lambda c: add(c, "lm_head.bias"), "1 problem: lm_head.bias: not a tensor of this model"),
     "misshaped": (
@@ -212,7 +318,14 @@ DAMAGE = {
     "data cut short": (lambda c: cut(c, -1), f"1 problem: {SHARD2}: the shard is cut short or damaged"),
     "header cut short": (lambda c: cut(c, 1000), f"1 problem: {SHARD2}: the shard is cut short or damaged"),
     "empty": (lambda c: cut(c, 0), f"1 problem: {SHARD2}: the shard is cut short or damaged"),
-    "many": (unlist_scales, "12 problems: .*; and 7 more"),
+    "many": (
+        unlist_scales,
+        rf"12 problems: .*\.layers\.\*\..*\.experts\.\*\.w1\.weight_scale \(12 of them\): in {SHARD2}, but not in the index$",
+    ),
+    "many kinds": (
+        lambda c: [remove(c, name) for name in list(c.weight_map) if "vision" in name or "projector" in name],
+        "18 problems: .*: missing; .*; and 2 more kinds$",
+    ),
     "index missing": (
         lambda c: (c.folder / "model.safetensors.index.json").unlink(),
         "found neither model.safetensors.index.json nor model.safetensors",
@@ -237,7 +350,7 @@ def test_damage_is_named_before_data_is_read(copy_golden, monkeypatch, damage):
     copy = copy_golden("k3_tiny")
     change, message = DAMAGE[damage]
     change(copy)
-    monkeypatch.setattr(Checkpoint, "read", lambda self, name: pytest.fail(f"read {name}"))
+    monkeypatch.setattr(Checkpoint, "read", lambda self, spans, out: pytest.fail(f"read {next(iter(spans))}"))
     with pytest.raises(CheckpointError, match=message) as caught:
         load_hf(copy.folder)
     assert "\n" not in str(caught.value) and str(copy.folder) in str(caught.value)

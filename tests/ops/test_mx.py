@@ -386,3 +386,17 @@ def test_bad_input_is_one_clear_line(call, message):
 def test_docstring_examples():
     result = doctest.testmod(mx)
     assert result.attempted >= 6 and result.failed == 0
+
+
+def test_packed_bytes_to_bfloat16_by_words_are_the_values_bit_for_bit():
+    packed = np.arange(256, dtype=np.uint8).reshape(16, 16)
+    by_words = jax.jit(mx.dequantize_packed)
+    reference = jax.jit(lambda packed, scale: mx.dequantize(mx.unpack(packed), scale, jnp.bfloat16))
+    for code in range(256):  # a block of each scale at a time: one that is small or large leaves the fast path
+        scale = np.full((16, 1), code, np.uint8)
+        found, expected = by_words(packed, scale), reference(packed, scale)
+        assert np.asarray(found).tobytes() == np.asarray(expected).tobytes(), code
+    scale = np.arange(2, 253, dtype=np.uint8)[:, None]
+    packed = np.resize(packed, (251, 16))
+    found, expected = by_words(packed, scale), reference(packed, scale)
+    assert found.shape == (251, 32) and np.asarray(found).tobytes() == np.asarray(expected).tobytes()

@@ -12,7 +12,7 @@ import k3jax
 from k3jax.run_config import DataConfig, MeshConfig, RunConfig, TrainConfig
 from k3jax.train import loop
 from k3jax.train.checkpoint import Checkpoints
-from k3jax.train.export import export_checkpoint, import_checkpoint
+from k3jax.train.convert import export_checkpoint, import_checkpoint
 from k3jax.train.step import abstract_state
 
 @pytest.fixture(scope="module")
@@ -87,13 +87,17 @@ def test_export_and_import_round_trip(run, tmp_path):
     config, result = run
     export_checkpoint(result.checkpoint, tmp_path / "released")
     import_checkpoint(tmp_path / "released", tmp_path / "imported")
+    import_checkpoint(tmp_path / "released", tmp_path / "packed", experts="packed")
     export_checkpoint(tmp_path / "imported", tmp_path / "again")
     files = sorted(path.name for path in (tmp_path / "released").iterdir())
     assert "model.safetensors.index.json" in files
     for name in files:
         assert (tmp_path / "released" / name).read_bytes() == (tmp_path / "again" / name).read_bytes()
     tuned = dataclasses.replace(config, out=str(tmp_path / "tuned"), resume=str(tmp_path / "imported"))
-    assert loop.train(tuned).train_loss < result.train_loss
+    from_values = loop.train(tuned)
+    assert from_values.train_loss < result.train_loss
+    tuned = dataclasses.replace(tuned, out=str(tmp_path / "tuned too"), resume=str(tmp_path / "packed"))
+    assert loop.train(tuned).train_loss == from_values.train_loss
 
 
 def test_divergence_names_the_step_and_keeps_the_last_good_checkpoint(run, tmp_path):

@@ -1,0 +1,153 @@
+"""`python -m k3jax convert import | export | synthesize` and `python -m k3jax inspect`."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Literal
+
+from tyro.conf import Positional, subcommand
+
+from k3jax.cli.options import check
+
+
+@dataclass(frozen=True)
+class Import:
+    """Write a checkpoint of the released layout as one a run can start from, on any mesh.
+
+    Goes on where the same command was stopped, by whatever.
+    """
+
+    source: Positional[str]
+    """Folder of the released layout."""
+    destination: Positional[str]
+    """Folder to write."""
+    experts: Literal["dequantized", "packed"] = "dequantized"
+    """MXFP4 experts as bfloat16, which training needs, or as they are stored."""
+    layers: int | None = None
+    """Only the first layers, for experiments; only the shards that hold them need to be there."""
+    memory_gib: float = 2.0
+    """Most memory for data on its way."""
+
+    def run(self) -> None:
+        check(
+            ("layers", self.layers, self.layers is None or self.layers >= 1, "at least 1"),
+            ("memory-gib", self.memory_gib, self.memory_gib > 0, "above 0"),
+        )
+        from k3jax import runtime
+
+        runtime.setup()
+        from k3jax.train import convert
+
+        convert.import_checkpoint(
+            self.source, self.destination, experts=self.experts, layers=self.layers, memory=int(self.memory_gib * 2**30)
+        )
+
+
+@dataclass(frozen=True)
+class Export:
+    """Write a run's checkpoint in the released layout, experts packed.
+
+    Goes on where the same command was stopped, by whatever.
+    """
+
+    source: Positional[str]
+    """Checkpoint of a run or an import: its step folder, or a run folder for its newest one."""
+    destination: Positional[str]
+    """Folder to write."""
+    shard_gb: float = 5.0
+    """Largest shard, in 10^9 bytes."""
+    memory_gib: float = 2.0
+    """Most memory for data on its way."""
+
+    def run(self) -> None:
+        check(
+            ("shard-gb", self.shard_gb, self.shard_gb > 0, "above 0"),
+            ("memory-gib", self.memory_gib, self.memory_gib > 0, "above 0"),
+        )
+        from k3jax import runtime
+
+        runtime.setup()
+        from k3jax.train import convert
+
+        convert.export_checkpoint(
+            self.source,
+            self.destination,
+            max_shard_size=int(self.shard_gb * 10**9),
+            memory=int(self.memory_gib * 2**30),
+        )
+
+
+@dataclass(frozen=True)
+class Synthesize:
+    """Write a checkpoint of the released layout with random weights.
+
+    Goes on where the same command was stopped, by whatever.
+    """
+
+    config: Positional[str]
+    """A released config.json or its folder, or a Python file that defines `model`."""
+    destination: Positional[str]
+    """Folder to write."""
+    layers: int | None = None
+    """Only the first layers."""
+    num_experts: int | None = None
+    """Another number of routed experts a layer."""
+    seed: int = 0
+    """Of the weights."""
+    shard_gb: float = 5.0
+    """Largest shard, in 10^9 bytes."""
+
+    def run(self) -> None:
+        check(
+            ("layers", self.layers, self.layers is None or self.layers >= 1, "at least 1"),
+            ("seed", self.seed, self.seed >= 0, "0 or more"),
+            ("shard-gb", self.shard_gb, self.shard_gb > 0, "above 0"),
+        )
+        from k3jax.run_config import load_model
+
+        cfg = load_model(self.config)
+        cfg = cfg if self.layers is None else cfg.first_layers(self.layers)
+        cfg = cfg if self.num_experts is None else dataclasses.replace(cfg, num_experts=self.num_experts)
+        from k3jax import runtime
+
+        runtime.setup()
+        from k3jax.hf.synthesize import synthesize
+
+        synthesize(cfg, self.destination, seed=self.seed, max_shard_size=int(self.shard_gb * 10**9))
+
+
+@dataclass(frozen=True)
+class Convert:
+    """Change a checkpoint's layout, or make one up."""
+
+    direction: (
+        Annotated[Import, subcommand("import")]
+        | Annotated[Export, subcommand("export")]
+        | Annotated[Synthesize, subcommand("synthesize")]
+    )
+
+    def run(self) -> None:
+        self.direction.run()
+
+
+@dataclass(frozen=True)
+class Inspect:
+    """Say what a configuration or checkpoint holds, of which only headers are read."""
+
+    path: Positional[str]
+    """A released config.json, a folder of the released layout, or the checkpoint of a run or an import."""
+    tensor: str | None = None
+    """Statistics of one tensor, which is read: its released name, or in a run's checkpoint a leaf's dotted path."""
+
+    def run(self) -> None:
+        path = Path(self.path)
+        if path.is_dir() and not (path / "config.json").is_file():
+            from k3jax.train import inspect
+
+            print(inspect.report(path) if self.tensor is None else inspect.tensor_report(path, self.tensor))
+        else:
+            from k3jax.hf import inspect, statistics
+
+            print(inspect.report(path) if self.tensor is None else statistics.tensor_report(path, self.tensor))

@@ -1,0 +1,202 @@
+"""The files of a released checkpoint that is being written: any byte of any tensor, in any order."""
+
+from __future__ import annotations
+
+import json
+import os
+import struct
+from collections import defaultdict
+from pathlib import Path
+
+from k3jax.config import ModelConfig
+from k3jax.hf.files import INDEX, CheckpointError
+from k3jax.hf.names import DTYPES, Leaf
+
+UNFINISHED = ".unfinished"  # suffix of files until all of them are whole
+JOURNAL = "export.unfinished"
+_BYTES_BETWEEN_RECORDS = 2**28
+
+
+class ShardWriter:
+    """Writes shards, index and configuration into a folder, under names with a suffix until `commit`.
+
+    The index gets its name last, so a folder that has it is whole. With an `identity` of what is written, finished jobs
+    are recorded, and a writer with the same one goes on after a process that was killed.
+
+    Raises `CheckpointError` if the folder holds anything else, and `OSError`.
+    """
+
+    def __init__(
+        self,
+        destination: Path,
+        cfg: ModelConfig,
+        leaves: list[Leaf],
+        weight_map: dict[str, str],
+        identity: str | None = None,
+    ):
+        self.destination, self._weight_map, self._identity = destination, weight_map, identity
+        self.total = sum(leaf.count * leaf.tensor_bytes for leaf in leaves)
+        self._shards = _headers(leaves, weight_map)
+        self._begins = {name: begin for _, begins, _ in self._shards.values() for name, begin in begins.items()}
+        index = {"metadata": {"total_size": self.total}, "weight_map": dict(sorted(weight_map.items()))}
+        self._texts = {"config.json": cfg.to_hf(), INDEX: index}
+        self._names = [*self._shards, *self._texts]
+        self._files: dict[str, int] = {}
+        self._journal = None
+        self._unrecorded: list[str] = []
+        self._unrecorded_bytes = 0
+        self._new_folder = not destination.exists()
+        self.finished: set[str] = set()
+        self._resumed = self._look()
+
+    def begin(self) -> None:
+        """Creates the files, or opens those of a writer that was killed."""
+        self.destination.mkdir(parents=True, exist_ok=True)
+        if not self._resumed:
+            for name in self._names:
+                self._path(name).unlink(missing_ok=True)
+        if self._identity is not None:
+            self._journal = open(self.destination / JOURNAL, "a" if self._resumed else "w")
+            if not self._resumed:  # before anything else: what is here belongs to whoever wrote the journal
+                self._append([self._identity])
+        for shard, (header, _, size) in self._shards.items():
+            if not (self.destination / shard).exists():  # its name is final when a commit was cut short
+                flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW
+                self._files[shard] = os.open(self._path(shard), flags, 0o666)
+                os.pwrite(self._files[shard], header, 0)
+                os.ftruncate(self._files[shard], size)
+        for name, content in self._texts.items():
+            if not (self.destination / name).exists():
+                self._path(name).write_text(json.dumps(content, indent=1))
+
+    def write(self, name: str, first: int, data: memoryview) -> None:
+        """Writes bytes of a tensor, from its byte `first` on. What is never written is zero."""
+        shard = self._weight_map[name]
+        begin = self._begins[name] + first
+        while data.nbytes:
+            count = os.pwrite(self._files[shard], data, begin)
+            begin, data = begin + count, data[count:]
+
+    def record(self, key: str, size: int) -> None:
+        """Notes a finished job of `size` bytes, some time later, when they are on disk."""
+        self._unrecorded.append(key)
+        self._unrecorded_bytes += size
+        if self._journal and self._unrecorded_bytes >= _BYTES_BETWEEN_RECORDS:
+            self._sync()
+
+    def commit(self) -> None:
+        """Makes what was written a checkpoint."""
+        self._sync()
+        for name in self._names:  # the index comes last
+            if self._path(name).exists():
+                _sync(self._path(name))
+                os.rename(self._path(name), self.destination / name)
+        _sync(self.destination)
+        self.close()
+        (self.destination / JOURNAL).unlink(missing_ok=True)
+        _sync(self.destination)
+        _sync(self.destination.parent)
+
+    def abandon(self) -> None:
+        """Removes what was written."""
+        self.close()
+        for name in self._names:
+            self._path(name).unlink(missing_ok=True)
+        if self._new_folder:
+            self.destination.rmdir()
+
+    def close(self) -> None:
+        for descriptor in self._files.values():
+            os.close(descriptor)
+        self._files = {}
+        if self._journal:
+            self._journal.close()
+            self._journal = None
+
+    def _path(self, name: str) -> Path:
+        return self.destination / f"{name}{UNFINISHED}"
+
+    def _look(self) -> bool:
+        """Whether the folder holds the beginning of just this; complains if it holds something else."""
+        folder = self.destination
+        if not folder.exists():
+            return False
+        found = {entry.name for entry in folder.iterdir()} if folder.is_dir() else {""}
+        first, *finished = [None]
+        if JOURNAL in found:  # a last line without an end was cut short
+            first, *finished = (folder / JOURNAL).read_text().split("\n")[:-1] or [None]
+        if first is None and all(name.endswith(UNFINISHED) for name in found):
+            return False
+        if first is None or not found <= {JOURNAL, *self._names, *(self._path(name).name for name in self._names)}:
+            raise CheckpointError(f"{folder}: already exists; choose a new or empty folder")
+        if first != self._identity:
+            raise CheckpointError(
+                f"{folder}: holds the beginning of another export; remove it, or choose another folder"
+            )
+        self.finished = set(finished)
+        return True
+
+    def _append(self, lines: list[str]) -> None:
+        self._journal.write("".join(f"{line}\n" for line in lines))
+        self._journal.flush()
+        os.fsync(self._journal.fileno())
+
+    def _sync(self) -> None:
+        """Puts on disk what was written, and then that it was."""
+        keys, self._unrecorded, self._unrecorded_bytes = self._unrecorded, [], 0
+        for file in self._files.values():
+            os.fdatasync(file)
+        if self._journal:
+            self._append(keys)
+
+
+def split(leaves: list[Leaf], limit: int) -> dict[str, str]:
+    """Shard of every tensor: layers in order, each begun in a new shard where the open one has no room for all of it."""
+    groups = defaultdict(list)  # what belongs to no layer comes first
+    for leaf in leaves:
+        for r in range(leaf.repeats):
+            layer = leaf.layers[r] if leaf.layers and leaf.part != "vision" else -1
+            groups[layer] += [(name, leaf.tensor_bytes) for name in leaf.names(r)]
+    shards, room = [[]], limit
+    for _, group in sorted(groups.items()):
+        needed = sum(size for _, size in group)
+        for name, size in group:
+            if max(size, needed) > room and shards[-1]:
+                shards.append([])
+                room = limit
+            needed = 0  # once begun, a layer goes on in the same shard
+            shards[-1].append(name)
+            room -= size
+    files = [f"model-{i:05d}-of-{len(shards):05d}.safetensors" for i in range(1, len(shards) + 1)]
+    return {name: file for file, names in zip(files, shards, strict=True) for name in names}
+
+
+def _headers(leaves: list[Leaf], weight_map: dict[str, str]) -> dict[str, tuple[bytes, dict[str, int], int]]:
+    """(header, first byte of every tensor, size) of every shard, as the safetensors library lays them out."""
+    members = defaultdict(list)
+    for leaf in leaves:
+        for r in range(leaf.repeats):
+            for name in leaf.names(r):
+                members[weight_map[name]].append((-DTYPES[leaf.dtype].itemsize, name, leaf))
+    shards = {}
+    for shard in sorted(members):
+        entries: dict[str, dict] = {"__metadata__": {"format": "pt"}}
+        begins, end = {}, 0
+        for _, name, leaf in sorted(members[shard], key=lambda member: member[:2]):
+            begins[name], end = end, end + leaf.tensor_bytes
+            entries[name] = {"dtype": leaf.dtype, "shape": list(leaf.stored), "data_offsets": [begins[name], end]}
+        text = json.dumps(entries, separators=(",", ":")).encode()
+        text += b" " * (-len(text) % 8)
+        first = 8 + len(text)
+        header = struct.pack("<Q", len(text)) + text
+        shards[shard] = (header, {name: first + begin for name, begin in begins.items()}, first + end)
+    return shards
+
+
+def _sync(path: Path) -> None:
+    """Waits until a file, or a folder's list of names, is on disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

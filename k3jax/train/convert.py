@@ -1,0 +1,112 @@
+"""Between a run's checkpoints and the released layout, in pieces: neither side is ever whole in memory."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from functools import partial
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+import ml_dtypes
+import numpy as np
+
+from k3jax.config import ModelConfig
+from k3jax.hf.files import Checkpoint, CheckpointError, released_names
+from k3jax.hf.load import open_checked, released_arrays
+from k3jax.hf.names import tree_shapes
+from k3jax.hf.pieces import Box, Pieced
+from k3jax.hf.save import SHARD_BYTES, write_released
+from k3jax.hf.stream import MEMORY, Job, run
+from k3jax.train.checkpoint import Checkpoints, PieceWriter, resolve
+
+
+class ImportPlan(NamedTuple):
+    """What an import will do: leaves to be read from a checkpoint that has been checked, and what is noted with them."""
+
+    checkpoint: Checkpoint
+    leaves: dict[tuple[str, ...], Pieced]
+    meta: dict[str, Any]
+    identity: str  # of all that the result depends on
+
+
+def plan_import(
+    source: str | Path, experts: Literal["dequantized", "packed"] = "dequantized", layers: int | None = None
+) -> ImportPlan:
+    """Checks a released checkpoint, by its headers, and says what `import_checkpoint` writes; it writes nothing itself."""
+    whole = ModelConfig.from_hf(source)
+    cfg = whole if layers is None else whole.first_layers(layers)
+    checkpoint = open_checked(source, cfg, experts, whole, None if layers is None else released_names(cfg))
+    leaves = released_arrays(cfg, checkpoint, np.dtype(ml_dtypes.bfloat16), experts)
+    meta = {"kind": "weights", "model": cfg.to_hf(), "experts": experts}
+    identity = hashlib.sha256(json.dumps([checkpoint.fingerprint, meta]).encode()).hexdigest()
+    return ImportPlan(checkpoint, leaves, meta, identity)
+
+
+def import_checkpoint(
+    source: str | Path,
+    destination: str | Path,
+    experts: Literal["dequantized", "packed"] = "dequantized",
+    layers: int | None = None,
+    memory: int = MEMORY,
+) -> None:
+    """Writes a released checkpoint as one that a run can start from, on any mesh: step 0 of `destination`.
+
+    Weights keep the types they are stored in; routed experts stay packed or become bfloat16, both exact. `layers` takes
+    the first ones alone, and only the shards that hold them need to be there. After an error or a kill, the same call goes
+    on from the pieces that were written.
+
+    Raises `CheckpointError` naming all that is wrong with the headers before anything is written.
+    """
+    plan = plan_import(source, experts, layers)
+    try:
+        writer = PieceWriter(Path(destination) / "checkpoints", 0, plan.leaves, plan.meta, plan.identity)
+        jobs, written = [], set()
+        for path, leaf in plan.leaves.items():
+            for number, box in enumerate(leaf.boxes()):
+                job = Job(f"{'/'.join(path)} {number}", _bytes(leaf, box), partial(_copy, leaf, writer, path, box))
+                jobs.append(job)
+                if writer.has(path, box):
+                    written.add(job.key)
+        run(jobs, "import", lambda job: None, written.__contains__, memory)
+        writer.commit()
+    except OSError as error:
+        total = sum(leaf.nbytes for leaf in plan.leaves.values())
+        raise CheckpointError(
+            f"{destination}: writing failed ({error.strerror or error}); {total} bytes of disk are needed; "
+            "the same command goes on from what was written"
+        ) from error
+
+
+def export_checkpoint(
+    source: str | Path, destination: str | Path, max_shard_size: int = SHARD_BYTES, memory: int = MEMORY
+) -> None:
+    """Writes the weights of a run's checkpoint as a released checkpoint: bfloat16, experts packed to MXFP4.
+
+    A model trained with QAT gives the same logits, bit for bit, when its export runs packed. An import comes back byte
+    for byte. After an error or a kill, the same call goes on from what was written.
+    """
+    folder, number = resolve(source)
+    checkpoints = Checkpoints(folder)
+    meta = checkpoints.read_meta(number)
+    cfg = ModelConfig.from_hf(meta["model"])
+    found = checkpoints.pieced(number)
+    shapes = tree_shapes(cfg, meta.get("experts", "dequantized"))
+    leaves = {path: found[".".join(path)] for path in shapes if ".".join(path) in found}
+    leaves = {path: _whole_rows(leaf) if "experts" in path else leaf for path, leaf in leaves.items()}
+    written = (folder / str(number) / "_CHECKPOINT_METADATA").stat()
+    identity = hashlib.sha256(json.dumps([meta, written.st_mtime_ns, written.st_size]).encode()).hexdigest()
+    write_released(destination, cfg, leaves, max_shard_size, identity=identity, memory=memory)
+
+
+def _copy(leaf: Pieced, writer: PieceWriter, path: tuple[str, ...], box: Box) -> None:
+    writer.write(path, box, leaf.read(box))
+
+
+def _bytes(leaf: Pieced, box: Box) -> int:
+    return leaf.dtype.itemsize * int(np.prod([part.stop - part.start for part in box]))
+
+
+def _whole_rows(leaf: Pieced) -> Pieced:
+    """Pieces that hold whole blocks of values that share a scale."""
+    return Pieced(leaf.shape, leaf.dtype, (*leaf.piece[:-1], leaf.shape[-1]), leaf.read)

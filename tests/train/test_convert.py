@@ -1,0 +1,354 @@
+"""Import and export in pieces: the same bytes, however often they were stopped, and nothing that is not whole."""
+
+import errno
+import json
+import os
+import resource
+import signal
+import subprocess
+import sys
+from functools import cache
+from pathlib import Path
+
+import chex
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import k3jax
+from k3jax.hf import load_hf, pieces
+from k3jax.hf.files import INDEX, CheckpointError, open_checkpoint
+from k3jax.hf.load import released_arrays
+from k3jax.hf.names import table
+from k3jax.hf.shards import JOURNAL, UNFINISHED
+from k3jax.nn.model import init_variables
+from k3jax.sharding import model_shardings
+from k3jax.train.checkpoint import Checkpoints, resolve
+from k3jax.train.convert import export_checkpoint, import_checkpoint
+from k3jax.train.loop import restore_weights
+
+ROOT = Path(__file__).parents[2]
+DATA = ROOT / "tests" / "data"
+FORMS = [("k3_tiny", "packed"), ("k3_tiny", "dequantized"), ("kimi_linear_tiny", "dequantized")]
+
+
+@pytest.fixture
+def small_pieces(monkeypatch):
+    """Many pieces, with smaller ones at the ends of axes, where there would be one a leaf."""
+    monkeypatch.setattr(pieces, "PIECE_BYTES", 5000)
+
+
+def tensors(folder):
+    checkpoint = open_checkpoint(folder)
+    assert not checkpoint.problems
+    return {name: (header, checkpoint.tensor(name).tobytes()) for name, header in checkpoint.headers.items()}
+
+
+def files(folder):
+    """Content of every file but the ones with a time in them."""
+    found = {str(path.relative_to(folder)): path for path in folder.rglob("*") if path.is_file()}
+    return {
+        name: path.read_bytes()
+        for name, path in found.items()
+        if path.name not in ("_CHECKPOINT_METADATA", "commit_success.txt")
+    }
+
+
+# ---- what comes of it --------------------------------------------------------------------------------------
+
+
+@cache
+def forward(name, experts):
+    cfg = k3jax.ModelConfig.from_hf(DATA / name)
+    model = k3jax.K3(cfg, jnp.float64, jnp.float64, experts=experts)
+    return jax.jit(lambda variables, tokens: model.apply(variables, tokens).logits)
+
+
+@pytest.mark.parametrize("name, experts", FORMS)
+def test_golden_logits_on_eight_devices_of_an_import_and_of_the_release(name, experts, tmp_path):
+    import_checkpoint(DATA / name, tmp_path, experts=experts)
+    golden = np.load(DATA / name / "golden.npz")
+    tokens, logits = (np.tile(golden[key], (4,) + (1,) * (golden[key].ndim - 1)) for key in ("input_ids", "logits"))
+    cfg = k3jax.ModelConfig.from_hf(DATA / name)
+    mesh = k3jax.make_mesh(fsdp=2, expert=4)
+    with jax.set_mesh(mesh):
+        direct = load_hf(DATA / name, param_dtype=jnp.float64, experts=experts, mesh=mesh)
+        shardings = model_shardings(cfg, mesh, experts=experts)
+        abstract = jax.tree.map(lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), direct, shardings)
+        restored, meta = Checkpoints(tmp_path / "checkpoints").restore(0, abstract, partial=True, widen=True)
+        for variables in (direct, restored):
+            chex.assert_trees_all_equal(jax.tree.map(lambda x: x.sharding, variables), shardings)
+            found = forward(name, experts)(variables, tokens)
+            assert np.max(np.abs(np.asarray(found) - logits)) / np.max(np.abs(logits)) <= 1e-9
+    assert meta["experts"] == experts and k3jax.ModelConfig.from_hf(meta["model"]) == cfg
+
+
+@pytest.mark.parametrize("name, experts", FORMS)
+def test_import_and_export_give_every_byte_back(name, experts, tmp_path, small_pieces):
+    import_checkpoint(DATA / name, tmp_path / "in", experts=experts)
+    assert sorted(os.listdir(tmp_path / "in" / "checkpoints")) == ["0"]
+    stored = Checkpoints(tmp_path / "in" / "checkpoints").pieced(0)
+    assert any(len(list(leaf.boxes())) > 1 for leaf in stored.values())
+    export_checkpoint(tmp_path / "in", tmp_path / "out", max_shard_size=300_000)
+    assert tensors(tmp_path / "out") == tensors(DATA / name)
+    shards = {path.name: path.stat().st_size for path in (tmp_path / "out").glob("*.safetensors")}
+    assert len(shards) > 4 and max(shards.values()) < 330_000  # headers come on top
+    released, exported = (
+        json.loads((folder / "config.json").read_text()) for folder in (DATA / name, tmp_path / "out")
+    )
+    quantization = lambda config: config.get("text_config", config).get("quantization_config")  # noqa: E731
+    assert quantization(released) == quantization(exported)
+
+
+def test_a_run_of_many_devices_is_exported_as_from_memory(tmp_path, tiny):
+    """Leaves that lie in pieces on every axis, in Orbax's own files."""
+    mesh = k3jax.make_mesh(fsdp=2, expert=2, tensor=2)
+    shardings = model_shardings(tiny, mesh)
+    random = np.random.default_rng(0)
+    shapes = jax.eval_shape(lambda: nn.unbox(init_variables(k3jax.K3(tiny), jax.random.key(0))))
+    weights = jax.tree.map(lambda leaf: random.normal(size=leaf.shape).astype(np.float32), shapes)
+    placed = jax.tree.map(jax.device_put, weights, shardings)
+    with Checkpoints(tmp_path / "run" / "checkpoints") as checkpoints:
+        meta = {"kind": "run", "model": tiny.to_hf()}
+        checkpoints.save(3, placed | {"opt_state": {"mu": placed["params"]}}, meta)
+    assert len(list(Checkpoints(tmp_path / "run" / "checkpoints").pieced(3)["params.embed_tokens"].boxes())) == 4
+    export_checkpoint(tmp_path / "run", tmp_path / "streamed")
+    k3jax.save_hf(tmp_path / "whole", tiny, weights)
+    assert files(tmp_path / "streamed") == files(tmp_path / "whole")
+
+
+def test_a_prefix_needs_only_its_own_shards(tmp_path):
+    cfg = k3jax.ModelConfig.from_hf(DATA / "k3_tiny")
+    k3jax.save_hf(tmp_path / "k3", cfg, load_hf(DATA / "k3_tiny", experts="packed"), max_shard_size=300_000)
+    last = max((tmp_path / "k3").glob("*.safetensors"))
+    last.unlink()
+    import_checkpoint(tmp_path / "k3", tmp_path / "three", layers=3)
+    first, variables, _ = restore_weights(tmp_path / "three")
+    assert (first.num_hidden_layers, first.kda_layers, first.full_attn_layers) == (3, (1, 2, 3), ())
+    whole = load_hf(DATA / "k3_tiny")["params"]
+
+    def layer_2(cfg, params):
+        s, r, j = cfg.layer_address(2)
+        return jax.tree.map(lambda x: x[r], params[f"segment_{s}"][f"layer_{j}"])
+
+    chex.assert_trees_all_equal(layer_2(first, variables["params"]), layer_2(cfg, whole))
+    with pytest.raises(
+        CheckpointError, match=f"1 problem: {last.name}: the index names this shard, but there is no such"
+    ):
+        import_checkpoint(tmp_path / "k3", tmp_path / "all")
+    assert not (tmp_path / "all").exists()
+
+
+@pytest.mark.parametrize("layers", [0, 10])
+def test_a_prefix_longer_than_the_model(tmp_path, layers):
+    with pytest.raises(ValueError, match=f"layers: found {layers}, must be from 1 to num_hidden_layers=9"):
+        import_checkpoint(DATA / "k3_tiny", tmp_path / "out", layers=layers)
+
+
+def test_a_device_reads_only_its_own_bytes(monkeypatch):
+    cfg = k3jax.ModelConfig.from_hf(DATA / "k3_tiny")
+    checkpoint = open_checkpoint(DATA / "k3_tiny")
+    read = []
+    original = type(checkpoint).read
+    monkeypatch.setattr(
+        type(checkpoint), "read", lambda self, spans, out: original(self, [read.append(s) or s for s in spans], out)
+    )
+    leaf = released_arrays(cfg, checkpoint, np.dtype(np.float32), "dequantized")[
+        "params", "segment_1", "layer_0", "block_sparse_moe", "experts", "w2"
+    ]
+    assert leaf.shape == (3, 12, 32, 64)
+    leaf.read((slice(1, 2), slice(5, 6), slice(8, 16), slice(32, 64)))
+    name = "language_model.model.layers.5.block_sparse_moe.experts.5.w2.weight_"
+    # Of rows 8..15, of 32 bytes each, the last 16; of their two scales the second.
+    assert read == [(f"{name}packed", 32 * row + 16, 16) for row in range(8, 16)] + [
+        (f"{name}scale", 2 * row + 1, 1) for row in range(8, 16)
+    ]
+
+
+# ---- stopped, and gone on ----------------------------------------------------------------------------------
+
+KILLED = """
+import os, signal, sys
+from pathlib import Path
+from k3jax.hf import pieces
+from k3jax.train import convert
+what, source, destination, calls = sys.argv[1:]
+pieces.PIECE_BYTES = 5000
+import k3jax.hf.shards
+k3jax.hf.shards._BYTES_BETWEEN_RECORDS = 20_000
+left, function = int(calls), "rename" if what == "import_checkpoint" else "pwrite"
+original = getattr(os, function)
+def counted(*arguments):
+    global left
+    left -= 1
+    if not left:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return original(*arguments)
+setattr(os, function, counted)
+getattr(convert, what)(source, destination)
+"""
+
+
+def killed(what, source, destination, calls):
+    command = [sys.executable, "-c", KILLED, what, str(source), str(destination), str(calls)]
+    done = subprocess.run(command, env=os.environ | {"PYTHONPATH": str(ROOT)}, capture_output=True, timeout=100)
+    assert done.returncode == -signal.SIGKILL, done.stderr
+
+
+def test_killed_and_gone_on(tmp_path, small_pieces, monkeypatch):
+    source = DATA / "k3_tiny"
+    import_checkpoint(source, tmp_path / "import")
+    export_checkpoint(tmp_path / "import", tmp_path / "export", max_shard_size=10**12)
+
+    killed("import_checkpoint", source, tmp_path / "import 2", 300)
+    with pytest.raises(ValueError, match="no whole checkpoint"):
+        resolve(tmp_path / "import 2")
+    begun = {path: path.stat().st_mtime_ns for path in (tmp_path / "import 2").rglob("c/**/*") if path.is_file()}
+    assert len(begun) > 100
+    with pytest.raises(ValueError, match="holds the beginning of another import; remove it first"):
+        import_checkpoint(source, tmp_path / "import 2", experts="packed")
+    import_checkpoint(source, tmp_path / "import 2")
+    assert files(tmp_path / "import 2") == files(tmp_path / "import")
+    kept = {path.stat().st_mtime_ns for path in (tmp_path / "import 2").rglob("c/**/*")}
+    whole = [stamp for path, stamp in begun.items() if path.suffix != ".part"]
+    assert kept.issuperset(whole)  # they were not written again
+
+    killed("export_checkpoint", tmp_path / "import", tmp_path / "export 2", 700)
+    assert {path.suffix for path in (tmp_path / "export 2").iterdir()} == {UNFINISHED}
+    done = (tmp_path / "export 2" / JOURNAL).read_text().count("\n") - 1
+    assert done > 5
+    with pytest.raises(ValueError, match="config.json|no such"):
+        load_hf(tmp_path / "export 2")
+    with pytest.raises(CheckpointError, match="holds the beginning of another export; remove it"):
+        export_checkpoint(tmp_path / "import 2", tmp_path / "export 2")
+    written = []
+    pwrite = os.pwrite
+    monkeypatch.setattr(os, "pwrite", lambda *arguments: written.append(1) or pwrite(*arguments))
+    export_checkpoint(tmp_path / "import", tmp_path / "export 2")
+    assert len(written) < 828 * 2
+    found = files(tmp_path / "export 2")
+    assert set(found) == {"config.json", INDEX, "model-00001-of-00001.safetensors"}
+    assert tensors(tmp_path / "export 2") == tensors(tmp_path / "export") == tensors(source)
+
+
+@pytest.mark.parametrize("renamed", range(6))
+def test_a_commit_cut_short_is_not_a_checkpoint(tmp_path, monkeypatch, renamed):
+    """Export renames four files here; the import before it hundreds."""
+    import_checkpoint(DATA / "kimi_linear_tiny", tmp_path / "import")
+    rename, done = os.rename, []
+
+    def stop(old, new):
+        if len(done) == renamed:
+            raise KeyboardInterrupt
+        done.append(new)
+        return rename(old, new)
+
+    out = tmp_path / "out"
+    monkeypatch.setattr(os, "rename", stop)
+    if renamed < 4:
+        with pytest.raises(KeyboardInterrupt):
+            export_checkpoint(tmp_path / "import", out, max_shard_size=2_000_000)
+        with pytest.raises(ValueError):
+            load_hf(out)
+        monkeypatch.undo()
+    export_checkpoint(tmp_path / "import", out, max_shard_size=2_000_000)
+    assert tensors(out) == tensors(DATA / "kimi_linear_tiny")
+    assert len(os.listdir(out)) == 4
+
+
+def test_a_finished_import_and_export_are_left_alone(tmp_path):
+    import_checkpoint(DATA / "kimi_linear_tiny", tmp_path / "in")
+    with pytest.raises(ValueError, match="already holds step 0; choose another folder"):
+        import_checkpoint(DATA / "kimi_linear_tiny", tmp_path / "in")
+    export_checkpoint(tmp_path / "in", tmp_path / "out")
+    with pytest.raises(CheckpointError, match="out: already exists; choose a new or empty folder"):
+        export_checkpoint(tmp_path / "in", tmp_path / "out")
+
+
+# ---- bad input ---------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def full_disk():
+    """While it is called for, no file can grow beyond 20,000 bytes: writing on fails, as on a full disk."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    yield lambda full: resource.setrlimit(resource.RLIMIT_FSIZE, (20_000 if full else soft, hard))
+    resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+def test_no_space_left(tmp_path, full_disk, monkeypatch):
+    source, before = DATA / "k3_tiny", set(os.listdir(tmp_path))
+    full_disk(True)
+    with pytest.raises(CheckpointError) as error:
+        import_checkpoint(source, tmp_path / "in")
+    full_disk(False)
+    needs = r"bytes of disk are needed; the same command goes on from what was written"
+    assert str(error.value).startswith(f"{tmp_path / 'in'}: writing failed (File too large); ") and needs in str(
+        error.value
+    )
+    assert os.listdir(tmp_path / "in" / "checkpoints") == ["unfinished"]
+    import_checkpoint(source, tmp_path / "in")
+    full_disk(True)
+    with pytest.raises(CheckpointError, match=rf"writing failed \(File too large\); 1296800 {needs}"):
+        export_checkpoint(tmp_path / "in", tmp_path / "out")
+    full_disk(False)
+
+    def no_space(*_):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with (
+        monkeypatch.context() as patch,
+        pytest.raises(CheckpointError, match=rf"\(No space left on device\); 1296800 {needs}"),
+    ):
+        patch.setattr(os, "fdatasync", no_space)
+        export_checkpoint(tmp_path / "in", tmp_path / "out")
+    export_checkpoint(tmp_path / "in", tmp_path / "out")
+    assert tensors(tmp_path / "out") == tensors(source)
+    assert set(os.listdir(tmp_path)) - before == {"in", "out"}  # nothing beside them
+
+
+def test_what_is_wrong_is_found_before_a_byte_is_written(copy_golden, tmp_path):
+    copy = copy_golden("k3_tiny")
+    copy.edit_index(**{"language_model.lm_head.weight": None})
+    with pytest.raises(CheckpointError, match="1 problem: language_model.lm_head.weight"):
+        import_checkpoint(copy.folder, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("experts", ["packed", "dequantized"])
+def test_a_scale_that_is_nan_is_named(copy_golden, tmp_path, experts):
+    copy = copy_golden("k3_tiny")
+    name = "language_model.model.layers.5.block_sparse_moe.experts.3.w2.weight_scale"
+    copy.edit(
+        name, lambda scale: np.where(np.arange(scale.size).reshape(scale.shape) == 7, 0xFF, scale).astype(np.uint8)
+    )
+    with pytest.raises(CheckpointError, match=f"{name}: 1 of its 64 scale codes are 0xFF"):
+        import_checkpoint(copy.folder, tmp_path / "out", experts=experts)
+    assert os.listdir(tmp_path / "out" / "checkpoints") == ["unfinished"]
+
+
+def test_a_source_that_changed_is_another_one(copy_golden, tmp_path, monkeypatch):
+    copy = copy_golden("kimi_linear_tiny")
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(
+            "k3jax.train.checkpoint.PieceWriter.commit", lambda self: (_ for _ in ()).throw(KeyboardInterrupt)
+        )
+        import_checkpoint(copy.folder, tmp_path / "out")
+    copy.edit("model.norm.weight", lambda a: a * 2)
+    with pytest.raises(ValueError, match="holds the beginning of another import"):
+        import_checkpoint(copy.folder, tmp_path / "out")
+
+
+def test_an_export_of_a_run_without_the_tower_says_so(tmp_path):
+    cfg = k3jax.ModelConfig.from_hf(DATA / "k3_tiny")
+    import_checkpoint(DATA / "k3_tiny", tmp_path / "in")
+    _, variables, _ = restore_weights(tmp_path / "in")
+    for name in ("vision_tower", "mm_projector"):
+        del variables["params"][name]
+    with Checkpoints(tmp_path / "run") as checkpoints:
+        checkpoints.save(1, variables, {"kind": "run", "model": cfg.to_hf()})
+    with pytest.raises(CheckpointError, match="vision_tower: missing, but cfg.vision is set"):
+        export_checkpoint(tmp_path / "run", tmp_path / "out")
+    assert not (tmp_path / "out").exists()
