@@ -1,6 +1,5 @@
 """Routed experts: dispatch against every expert on every token, whatever the routing, and the gated units."""
 
-import re
 from functools import cache, partial
 
 import jax

@@ -21,7 +21,6 @@ import k3jax
 from k3jax.hf import load_hf, pieces
 from k3jax.hf.files import INDEX, CheckpointError, open_checkpoint
 from k3jax.hf.load import released_arrays
-from k3jax.hf.names import table
 from k3jax.hf.shards import JOURNAL, UNFINISHED
 from k3jax.nn.model import init_variables
 from k3jax.sharding import model_shardings
