@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from functools import lru_cache
 from typing import NamedTuple
 
 from k3jax.config import ModelConfig
-from k3jax.hf.names import DTYPES, Leaf, table, tree_shapes
+from k3jax.hf.names import DTYPES, table, tree_shapes
 from k3jax.plan.setting import Serve, Train, Workload
 from k3jax.rules import pieces
 
@@ -34,25 +34,12 @@ AXES: dict[str, tuple[str | None, ...]] = {
 
 
 class Array(NamedTuple):
-    """A leaf of the variable tree: path, shape with `stacked` leading axes (layers), logical axes of the rest, bytes a value."""
+    """A leaf of the variable tree: its path, shape, logical axes and bytes a value."""
 
     path: tuple[str, ...]
     shape: tuple[int, ...]
     axes: tuple[str | None, ...]
     itemsize: int
-
-    @property
-    def routed(self) -> bool:
-        """Whether it belongs to the routed experts."""
-        return "experts" in self.axes
-
-    def elements(self, mesh: Mapping[str, int]) -> float:
-        """On a device."""
-        return math.prod(self.shape) / math.prod(pieces(axis, mesh) for axis in self.axes)
-
-    def bytes(self, mesh: Mapping[str, int]) -> float:
-        """On a device."""
-        return self.elements(mesh) * self.itemsize
 
 
 @lru_cache(maxsize=64)
@@ -89,24 +76,72 @@ def released_bytes(config: ModelConfig, vision: bool = True) -> dict[str, int]:
     return dict(total)
 
 
-def variables(config: ModelConfig, workload: Workload) -> tuple[Array, ...]:
+class Group(NamedTuple):
+    """Arrays of one kind together: those with the same axes, size of a value and place in the model.
+
+    elements, count: of all. packed, scale: of MXFP4 experts. learnt: whether the optimizer changes them.
+    """
+
+    axes: frozenset[str]
+    itemsize: int
+    routed: bool
+    packed: bool
+    scale: bool
+    learnt: bool
+    elements: int
+
+    def on(self, mesh: Mapping[str, int]) -> float:
+        """Elements on a device."""
+        return self.elements / math.prod(pieces(axis, mesh) for axis in self.axes)
+
+    def values(self, mesh: Mapping[str, int]) -> float:
+        """Weights on a device: two a packed byte, none a scale."""
+        return 0.0 if self.scale else self.on(mesh) * (2 if self.packed else 1)
+
+
+def _grouped(arrays) -> tuple[Group, ...]:
+    total: Counter[tuple] = Counter()
+    for x in arrays:
+        name = x.path[-1]
+        axes = frozenset(axis for axis in x.axes if axis)
+        kind = (axes, x.itemsize, "experts" in axes, name.endswith("_packed"), name.endswith("_scale"))
+        total[*kind, x.path[0] == "params"] += math.prod(x.shape)
+    return tuple(Group(*kind, n) for kind, n in total.items())
+
+
+@lru_cache(maxsize=64)
+def _groups(config: ModelConfig, experts: str, narrow: int) -> tuple[Group, ...]:
+    return _grouped(parameters(config, experts, narrow))
+
+
+def variables(config: ModelConfig, workload: Workload) -> tuple[Group, ...]:
     """As the step takes them: float32 in training, bfloat16 with packed or bfloat16 experts in serving."""
     if isinstance(workload, Train):
-        return parameters(config, "dequantized", 4)
-    return parameters(config, workload.experts, 2)
+        return _groups(config, "dequantized", 4)
+    return _groups(config, workload.experts, 2)
+
+
+@lru_cache(maxsize=64)
+def layers(config: ModelConfig, experts: str) -> tuple[tuple[Group, ...], ...]:
+    """The variables of one layer of every kind that is stacked apart."""
+    found: dict[tuple[str, ...], list[Array]] = {}
+    for x in parameters(config, experts, 2):
+        if len(x.path) > 2 and x.path[1].startswith("segment_"):
+            found.setdefault(x.path[1:3], []).append(x._replace(shape=x.shape[1:], axes=x.axes[1:]))
+    return tuple(map(_grouped, found.values()))
 
 
 def weight_bytes(config: ModelConfig, workload: Workload, mesh: Mapping[str, int]) -> dict[str, float]:
     """Of the variables on a device: routed experts, and everything else."""
     found = {"experts": 0.0, "dense": 0.0}
-    for array in variables(config, workload):
-        found["experts" if array.routed else "dense"] += array.bytes(mesh)
+    for group in variables(config, workload):
+        found["experts" if group.routed else "dense"] += group.on(mesh) * group.itemsize
     return found
 
 
 def optimizer_bytes(config: ModelConfig, workload: Train, mesh: Mapping[str, int]) -> float:
     """AdamW's two float32 moments, which lie as their parameter does."""
-    return 2 * sum(array.bytes(mesh) for array in variables(config, workload) if array.path[0] == "params")
+    return 2 * sum(group.on(mesh) * 4 for group in variables(config, workload) if group.learnt)
 
 
 def gradient_bytes(config: ModelConfig, workload: Train, mesh: Mapping[str, int]) -> float:
@@ -147,15 +182,3 @@ def cache_bytes(config: ModelConfig, workload: Serve, mesh: Mapping[str, int]) -
         "KDA state": kda_state_bytes(config, rows, heads) + conv_tail_bytes(config, rows, heads),
         "MLA cache": mla_cache_bytes(config, rows, workload.context) + 4 * rows * workload.context,
     }
-
-
-def layer_arrays(config: ModelConfig, workload: Workload) -> Iterator[tuple[Array, int]]:
-    """(array, repeats) of everything that is stacked over layers: `shape` is one layer's."""
-    for array in variables(config, workload):
-        if len(array.path) > 2 and array.path[1].startswith("segment_"):
-            yield array._replace(shape=array.shape[1:], axes=array.axes[1:]), array.shape[0]
-
-
-def leaves(config: ModelConfig) -> list[Leaf]:
-    """The released table, vision left out."""
-    return [leaf for leaf in table(config) if leaf.part != "vision"]

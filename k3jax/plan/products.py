@@ -6,10 +6,11 @@ Everything that counts work (FLOPs, bytes moved) derives from this list, which f
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
+from functools import lru_cache
 from typing import NamedTuple
 
-from k3jax.config import LayerKind, ModelConfig
+from k3jax.config import LayerKind, ModelConfig, Segment
 from k3jax.plan.setting import Serve, Strategy, Train, Workload
 from k3jax.rules import pieces
 
@@ -25,6 +26,7 @@ class Product(NamedTuple):
 
     weight: whether the second factor is a weight (else an activation). forward, backward, again: how often it is computed
     in a forward pass, in its derivative, and anew where the unit is recomputed. wide: in float32 at highest precision.
+    last: gives only what leaves the layer, which nobody asks for again at the end of a recomputed unit.
     """
 
     kind: str
@@ -36,6 +38,7 @@ class Product(NamedTuple):
     backward: float = 2
     again: float = 1
     wide: bool = False
+    last: bool = False
 
     @property
     def flops(self) -> float:
@@ -186,7 +189,7 @@ def dense(config: ModelConfig, s: Sizes) -> Iterator[Product]:
     """The dense layers' feed-forward network."""
     n, D = s.rows * s.time, config.hidden_size
     yield Product("dense FFN", n, D, s.dense, 2)
-    yield Product("dense FFN", n, s.dense, D)
+    yield Product("dense FFN", n, s.dense, D, last=True)
 
 
 def moe(config: ModelConfig, s: Sizes, exchange: str) -> Iterator[Product]:
@@ -195,13 +198,13 @@ def moe(config: ModelConfig, s: Sizes, exchange: str) -> Iterator[Product]:
     yield Product("router", s.flat, D, config.num_experts)
     if config.routed_expert_hidden_size:
         yield Product("latents", s.flat, D, L)
-        yield Product("latents", s.flat, L, D)
+        yield Product("latents", s.flat, L, D, last=True)
     rows = expert_rows(s, exchange)
     yield Product("experts", rows, L, F, 2)
     yield Product("experts", rows, F, L)
     n = s.rows * s.time
     yield Product("shared", n, D, s.shared, 2)
-    yield Product("shared", n, s.shared, D)
+    yield Product("shared", n, s.shared, D, last=True)
 
 
 def expert_rows(s: Sizes, exchange: str) -> float:
@@ -241,6 +244,12 @@ def head(config: ModelConfig, workload: Workload, strategy: Strategy, s: Sizes) 
     return Product("head", s.rows * padded, config.hidden_size, s.vocab, backward=3, again=0)
 
 
+@lru_cache(maxsize=64)
+def segments(config: ModelConfig) -> tuple[Segment, ...]:
+    """`config.segments`, which are searched for anew each time."""
+    return config.segments
+
+
 # ---- all of them -------------------------------------------------------------------------------------------
 
 
@@ -254,8 +263,12 @@ def layer(config: ModelConfig, kind: LayerKind, s: Sizes, strategy: Strategy) ->
 def model(config: ModelConfig, workload: Workload, strategy: Strategy) -> list[tuple[Product, int]]:
     """(product, layers that have it) of one forward pass."""
     s = sizes(config, workload, strategy)
-    counts: Mapping[LayerKind, int] = {kind: config.layers.count(kind) for kind in dict.fromkeys(config.layers)}
-    found = [(product, times) for kind, times in counts.items() for product in layer(config, kind, s, strategy)]
+    stack = segments(config)
+    kinds = {kind: layer(config, kind, s, strategy) for unit, _ in stack for kind in unit}
+    found = []
+    for unit, repeats in stack:
+        found += [(product, repeats) for kind in unit[:-1] for product in kinds[kind]]
+        found += [(x._replace(again=0) if x.last else x, repeats) for x in kinds[unit[-1]]]
     if config.attn_res_block_size:
         found.append((Product("AttnRes", s.flat, config.num_attn_res_blocks + 1, config.hidden_size, 1, False, again=0), 1))
     found.append((head(config, workload, strategy, s), 1))
