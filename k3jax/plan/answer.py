@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -76,7 +77,7 @@ def sentence(p: Prediction) -> str:
     room = f"{p.memory / 1e9:.1f} of {p.capacity / 1e9:.1f} GB a device"
     return (
         f"{p.row}{variant(p)}: {room}, {duration(p.step_seconds)} a step bound by {p.bound}, "
-        f"{p.tokens_per_second:,.0f} tokens/s, {100 * p.mfu:.1f} % of the peak{per_million}"
+        f"{p.tokens_per_second:,.0f} tokens/s, {percent(p.mfu)} of the peak rate{per_million}"
     )
 
 
@@ -91,6 +92,24 @@ def variant(p: Prediction) -> str:
 def duration(seconds: float) -> str:
     """Seconds, or milliseconds below one."""
     return f"{seconds:.2f} s" if seconds >= 1 else f"{seconds * 1e3:.1f} ms"
+
+
+def amount(n: float, unit: str) -> str:
+    """Three digits and a prefix.
+
+    Example:
+        >>> amount(7.56e12, "FLOP")
+        '7.56 TFLOP'
+    """
+    for scale, prefix in ((1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")):
+        if n >= scale:
+            return f"{n / scale:.{2 - min(int(math.log10(n / scale)), 2)}f} {prefix}{unit}"
+    return f"{n:.0f} {unit}"
+
+
+def percent(share: float) -> str:
+    """To a tenth, or two digits below one."""
+    return f"{100 * share:.1f} %" if share >= 0.01 else f"{100 * share:.2g} %"
 
 
 def one(
@@ -140,19 +159,19 @@ def strategy_row(p: Prediction) -> tuple[str, ...]:
     """One line of a table of strategies."""
     times = map(duration, (p.compute_seconds, p.memory_seconds, p.communication_seconds, p.step_seconds))
     where = f"{p.devices} {p.hardware}: {p.row}{variant(p)}"
-    return (where, f"{p.memory / 1e9:.1f}", *times, f"{p.tokens_per_second:,.0f}", f"{100 * p.mfu:.1f} %")
+    return (where, f"{p.memory / 1e9:.1f}", *times, f"{p.tokens_per_second:,.0f}", f"{percent(p.mfu)}")
 
 
 def details(p: Prediction) -> list[str]:
     """Bytes, FLOPs and communication of one strategy, by purpose."""
-    gigabytes = lambda found: ", ".join(f"{name} {n / 1e9:.2f}" for name, n in found.items() if n >= 5e6)  # noqa: E731
-    sent = (f"{kind} over {axes} {n / 1e9:.2f}" for kind, by in p.communication.items() for axes, n in by.items())
+    listed = lambda found, unit: ", ".join(f"{name} {amount(n, unit)}" for name, n in found.items() if n)  # noqa: E731
+    sent = (f"{kind} over {axes} {amount(n, 'B')}" for kind, by in p.communication.items() for axes, n in by.items())
     return [
-        f"GB a device, arguments: {gigabytes(p.arguments)}",
-        f"GB a device, temporary: {gigabytes(p.temporaries)}",
-        f"TFLOP a device: {', '.join(f'{kind} {n / 1e12:.4g}' for kind, n in p.flops.items())}",
-        f"GB moved in memory: {gigabytes(p.bytes)}",
-        f"GB sent by a device: {', '.join(sent) or 'nothing'}",
+        f"arguments of a device: {listed(p.arguments, 'B')}",
+        f"temporary: {listed(p.temporaries, 'B')}",
+        f"products: {listed(p.flops, 'FLOP')}",
+        f"moved in memory: {listed(p.bytes, 'B')}",
+        f"sent by a device: {', '.join(sent) or 'nothing'}",
     ]
 
 

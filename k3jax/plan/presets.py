@@ -30,8 +30,12 @@ def long_context(price: float | None) -> list[Answer]:
             for devices in counts:
                 found = search(model, workload, HARDWARE[name], devices, price)
                 if found.ranked:
-                    text = f"{devices} devices. {sentence(found.best)}."
-                    answers.append(Answer(asked, text, found.ranked[:5], found))
+                    text, chosen = f"{devices} devices. {sentence(found.best)}.", found.ranked[:4]
+                    twice = search(model, workload, HARDWARE[name], 2 * devices, price)
+                    if twice.ranked:
+                        text += f" Twice as many: {sentence(twice.best)}."
+                        chosen += twice.ranked[:2]
+                    answers.append(Answer(asked, text, chosen, found))
                     break
             else:
                 answers.append(Answer(asked, f"None of {', '.join(map(str, counts))} does.", found.tight[:1], found))
