@@ -99,7 +99,14 @@ class Plan:
         if self.workload == "train":
             workload = Train(self.batch, self.sequence, self.qat, self.remat, self.grad_accum)
         else:
-            check(("context", self.context, self.context <= model.max_position_embeddings, f"at most {model.max_position_embeddings}"))
+            check(
+                (
+                    "context",
+                    self.context,
+                    self.context <= model.max_position_embeddings,
+                    f"at most {model.max_position_embeddings}",
+                )
+            )
             workload = Serve(self.workload, self.batch, self.context, self.piece, self.experts)
         if self.search:
             return [answer.best(model, workload, device, self.devices, self.price)]

@@ -1,7 +1,7 @@
 """The analytic model: what a strategy needs and how long a step takes, from shapes alone.
 
-Times are rooflines, the least that the hardware's peaks allow: matrix products at the full rate, memory read at the full
-bandwidth, links used as `k3jax.plan.communication.seconds` says. A measured step is longer.
+Times are rooflines, the least that the hardware's peaks allow: matrix products at the full rate, memory read at the
+full bandwidth, links used as `k3jax.plan.communication.seconds` says. A measured step is longer.
 """
 
 from __future__ import annotations
@@ -32,7 +32,8 @@ class Prediction:
         communication: bytes a device sends, {collective: {mesh axes: bytes}}; by_purpose: the same as
             {purpose: bytes}.
         compute_seconds, memory_seconds, communication_seconds: the three rooflines; bound: the longest.
-        step_seconds: layer kind by layer kind the longer of compute and memory, or communication if that is longer still.
+        step_seconds: layer kind by layer kind the longer of compute and memory, or communication if that is longer
+        still.
         serial_seconds: the same with nothing sent while something is computed.
         tokens_per_second: over all devices. mfu: model FLOPs over what the devices could do in step_seconds.
         cost: of a step, and per million tokens, at the price given; None without one.
@@ -176,9 +177,9 @@ def compute_seconds(found, workload: Workload, hardware: Hardware) -> dict[str, 
 def bytes_moved(config: ModelConfig, workload: Workload, strategy: Strategy) -> dict[str, float]:
     """Bytes to and from memory by kind of layer, of a step.
 
-    Every product reads its two factors and writes its result once a pass; weights of resident experts are read as they are
-    stored. KDA reads and writes its state, attention its latents, the mixture over depth all sources; training also reads
-    and writes every parameter, gradient and moment once in the optimizer.
+    Every product reads its two factors and writes its result once a pass; weights of resident experts are read as they
+    are stored. KDA reads and writes its state, attention its latents, the mixture over depth all sources; training also
+    reads and writes every parameter, gradient and moment once in the optimizer.
     """
     mesh, s = vars(strategy.mesh), products.sizes(config, workload, strategy)
     training = isinstance(workload, Train)
@@ -195,11 +196,9 @@ def bytes_moved(config: ModelConfig, workload: Workload, strategy: Strategy) -> 
             weight, moved = 0, product.count * product.rows * min(product.inner, product.outer)
         total[product.kind] += (weight + moved) * wide * layers * times
     passes = (3 + workload.remat) * workload.grad_accum if training else 1
-    reads = 2 * config.num_hidden_layers + 1 if config.attn_res_block_size else 2 * config.num_hidden_layers
-    total["AttnRes"] = reads * passes * memory.depth_sources(config, s)
+    total["AttnRes"] = attnres_bytes(config, workload, s)
     if training:
-        tokens = config.num_attention_heads and s.rows * s.time * (config.kv_lora_rank + config.qk_rope_head_dim)
-        total["MLA"] += len(config.full_attn_layers) * passes * tokens * communication.NARROW
+        total["MLA"] += passes * arrays.mla_cache_bytes(config, s.rows, s.keys)
         given = arrays.weight_bytes(config, workload, mesh)
         total["optimizer"] = 7 * sum(given.values())  # parameter, gradient, two moments read; three written
     else:
@@ -210,8 +209,19 @@ def bytes_moved(config: ModelConfig, workload: Workload, strategy: Strategy) -> 
     return dict(total)
 
 
+def attnres_bytes(config: ModelConfig, workload: Workload, s: products.Sizes) -> float:
+    """Mixtures over depth: each passes over its sources twice, their derivative four times (two of them of gradients).
+
+    A read in layer i of blocks of S sees i // S + 1 finished blocks and the running sum; plain residuals are one slot.
+    """
+    S, n = config.attn_res_block_size, config.num_hidden_layers
+    slots = sum(2 * (i // S + 2) for i in range(n)) if S else 2 * n
+    passes = (2 * (1 + workload.remat) + 4) * workload.grad_accum if isinstance(workload, Train) else 2
+    return slots * passes * s.flat * config.hidden_size * communication.NARROW
+
+
 def model_flops(config: ModelConfig, workload: Workload) -> float:
-    """What the model needs at least, over all devices: 2 FLOPs an active parameter and token, three times in training."""
+    """What the model needs at least over all devices: 2 FLOPs an active parameter and token, 6 in training."""
     return (6 if isinstance(workload, Train) else 2) * config.num_active_parameters * workload.tokens
 
 
@@ -224,4 +234,3 @@ def shortfall(prediction: Prediction) -> str:
         f"{prediction.row}: needs {prediction.memory / 1e9:.1f} GB a device, {over:.1f} GB more than "
         f"{prediction.hardware}'s {prediction.capacity / 1e9:.1f} GB; largest: {parts}"
     )
-

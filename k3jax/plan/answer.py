@@ -14,7 +14,7 @@ from k3jax.plan import analytic
 from k3jax.plan.analytic import Prediction
 from k3jax.plan.hardware import HARDWARE, Hardware
 from k3jax.plan.search import Found, search
-from k3jax.plan.setting import Serve, Strategy, Workload, exchange_of, mesh_for
+from k3jax.plan.setting import Serve, Strategy, Workload, mesh_for
 from k3jax.run_config import MeshConfig
 
 ASSUMPTIONS = (
@@ -23,7 +23,7 @@ ASSUMPTIONS = (
     "longer than all of them: everything that is sent overlaps with what is computed.",
     "Products that ask for highest precision in float32 (the KDA recurrence) take six bfloat16 products.",
     "Experts' loads are balanced, which the router's balancing aims at.",
-    "Memory is arguments and temporaries of the worst moment; 2 % of a device's memory is left to programs and fragments.",
+    "Memory is arguments and temporaries of the worst moment; 2 % of a device's memory is left to fragments.",
     "A chip of TPU 7x is two devices. The mesh's last axes lie nearest to each other.",
     "On a torus a group takes its share of the dimensions; an exchange of all with all is bound by the middle of its "
     "longest ring. Between domains of GPUs each device has its network adapter to itself.",
@@ -125,7 +125,7 @@ def one(
     Raises:
         ValueError: sizes that do not fit together.
     """
-    strategy = Strategy(mesh_for(mesh, devices), exchange_of(hardware))
+    strategy = Strategy(mesh_for(mesh, devices))
     p = analytic.predict(config, workload, strategy, hardware, price)
     text = sentence(p) if p.fits else analytic.shortfall(p)
     return Answer(question(config, workload, hardware, devices), text, [p])

@@ -29,7 +29,9 @@ AXES: dict[str, tuple[str | None, ...]] = {
     "routed_expert_down_proj": (None, "embed"),
     "routed_expert_up_proj": ("embed", None),
     **dict.fromkeys(("w1", "w2", "w3"), ("experts", "expert_out", None)),
-    **dict.fromkeys((f"w{i}_{part}" for i in (1, 2, 3) for part in ("packed", "scale")), ("experts", "expert_out", None)),
+    **dict.fromkeys(
+        (f"w{i}_{part}" for i in (1, 2, 3) for part in ("packed", "scale")), ("experts", "expert_out", None)
+    ),
 }
 
 
@@ -150,7 +152,7 @@ def gradient_bytes(config: ModelConfig, workload: Train, mesh: Mapping[str, int]
 
 
 def batch_bytes(workload: Workload, mesh: Mapping[str, int]) -> float:
-    """Tokens, targets, segments and weights of training, tokens and mask of serving: 4 bytes each, over the batch axes."""
+    """Tokens, targets, segments and weights of training, tokens and mask of serving: 4 bytes each, split by row."""
     arrays = 4 if isinstance(workload, Train) else 2
     per_row = workload.sequence if isinstance(workload, Train) else workload.new
     return 4 * arrays * workload.batch * per_row / pieces("batch", mesh)

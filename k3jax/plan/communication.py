@@ -74,7 +74,8 @@ def weight_gathers(config: ModelConfig, workload: Workload, mesh: Mapping[str, i
 def gradient_sums(config: ModelConfig, workload: Train, mesh: Mapping[str, int], parts: int) -> list[Transfer]:
     """Gradients are summed in the compute dtype over all axes that split tokens and not the weight.
 
-    Over fsdp where that splits the weight: a reduce-scatter of what was gathered; over the rest an all-reduce of the shard.
+    Over fsdp where that splits the weight: a reduce-scatter of what was gathered; over the rest an all-reduce of the
+    shard.
     """
     token_axes = _axes(mesh, "batch", "seq")
     found: dict[tuple[str, str, tuple[str, ...]], float] = defaultdict(float)
@@ -97,7 +98,7 @@ def exchanges(config: ModelConfig, workload: Workload, strategy: Strategy, s: Si
     """Latents of every (token, expert) pair to where the expert lives, and back; as much again in the derivative.
 
     Ragged: the n k rows that exist. Fixed: windows of a balanced load and three sigma, and each row's expert as int32;
-    then nothing tells whether a row is there. Recomputed units exchange anew.
+    then nothing tells whether a row is there. Recomputed layers exchange anew.
     """
     mesh = vars(strategy.mesh)
     axes = _axes(mesh, "experts")
@@ -132,7 +133,9 @@ def sequence_transfers(config: ModelConfig, workload: Workload, mesh: Mapping[st
     sublayers = 2 * config.num_hidden_layers
     if not training and workload.new == 1:
         vocabulary = 2 * n * (R - 1) / R
-        return [Transfer("activations summed", "all-reduce", ("tensor",), (sublayers * 2 * n * (R - 1) / R) + vocabulary)]
+        return [
+            Transfer("activations summed", "all-reduce", ("tensor",), (sublayers * 2 * n * (R - 1) / R) + vocabulary)
+        ]
     moved = n * (R - 1) / R * parts
     gathers = sublayers * ((2 + again) if training else 1) + 1
     scatters = sublayers * ((2 + again) if training else 1) + 1
@@ -143,8 +146,8 @@ def sequence_transfers(config: ModelConfig, workload: Workload, mesh: Mapping[st
 
 
 def context_transfers(config: ModelConfig, workload: Workload, mesh: Mapping[str, int], s: Sizes) -> list[Transfer]:
-    """Over the context axis: a KDA layer's summaries (M, S~) in float32 and the convolutions' last inputs, an MLA layer's
-    latents, which are gathered over the tensor axis too."""
+    """Over the context axis: a KDA layer's summaries (M, S~) in float32 and the convolutions' last inputs, an MLA
+    layer's latents, which are gathered over the tensor axis too."""
     R = mesh["context"]
     training = isinstance(workload, Train)
     if not training:
@@ -164,7 +167,9 @@ def context_transfers(config: ModelConfig, workload: Workload, mesh: Mapping[str
     axes = _axes(mesh, "context", "tensor")
     ways = _ways(mesh, axes)
     if ways > 1:
-        latents = s.rows * workload.sequence * (config.kv_lora_rank + config.qk_rope_head_dim) * NARROW * (ways - 1) / ways
+        latents = (
+            s.rows * workload.sequence * (config.kv_lora_rank + config.qk_rope_head_dim) * NARROW * (ways - 1) / ways
+        )
         found.append(Transfer("MLA latents", "all-gather", axes, mla * latents * forwards))
         found.append(Transfer("MLA latents' gradients", "all-reduce", axes, 2 * mla * latents * workload.grad_accum))
     return found
@@ -185,7 +190,8 @@ def by_axes(found: Iterable[Transfer]) -> dict[str, dict[str, float]]:
 def seconds(transfer: Transfer, mesh: Mapping[str, int], hardware: Hardware) -> float:
     """Of a transfer when nothing else is on the links.
 
-    Devices are numbered with the tensor axis fastest, so a group along `axes` steps over the axes behind them. On a torus
+    Devices are numbered with the tensor axis fastest, so a group along `axes` steps over the axes behind them. On a
+    torus
     a group of R of N devices takes its share of the dimensions, at least one: it sends both ways on each; an exchange
     of all with all is bound by the middle of its longest ring, side / 4 hops on average. Behind a switch a group of one
     domain has all links; a larger one is bound by the network: what leaves a domain goes through its devices' shares.

@@ -3,29 +3,28 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 
 from k3jax.config import LayerKind, ModelConfig
 from k3jax.plan.arrays import gradient_bytes
 from k3jax.plan.communication import NARROW, WIDE, gathered_layer
-from k3jax.plan.products import CHUNK, GROUP, KEY_BLOCK, LOSS_CHUNK, Sizes, absorbed, expert_rows, fixed_window, segments, sizes
+from k3jax.plan.products import CHUNK, GROUP, KEY_BLOCK, LOSS_CHUNK, Sizes, absorbed, expert_rows, fixed_window, sizes
 from k3jax.plan.setting import Serve, Strategy, Train, Workload
-from k3jax.rules import pieces
 
 
 def temporaries(config: ModelConfig, workload: Workload, strategy: Strategy) -> dict[str, float]:
-    """Bytes by purpose, all held at the worst moment: the derivative of one unit of layers, or of all without remat."""
+    """Bytes by purpose, all held at the worst moment: the derivative of one layer, or of all without remat."""
     mesh, s = vars(strategy.mesh), sizes(config, workload, strategy)
     if isinstance(workload, Serve):
         return _serving(config, workload, strategy, s)
-    unit = max((segment.unit for segment in segments(config)), key=len)
-    layers = list(unit) if workload.remat else list(config.layers)
+    exchange = exchange_buffers(config, strategy, s)
+    worst = max(config.layers, key=lambda kind: layer_activations(config, kind, s) + exchange * (kind.ffn == "moe"))
+    layers = [worst] if workload.remat else config.layers  # recomputed one by one, or all kept
     found = {
         "gradients": gradient_bytes(config, workload, mesh) * (2 if workload.grad_accum > 1 else 1),
-        "between units": between_units(config, workload, s),
+        "between layers": between_layers(config, workload, s),
         "activations": sum(layer_activations(config, kind, s) for kind in layers),
-        "exchange": sum(kind.ffn == "moe" for kind in layers) * exchange_buffers(config, strategy, s),
-        "gathered weights": gathered_layer(config, workload, mesh) * (len(layers) if mesh["fsdp"] > 1 else 1),
+        "exchange": sum(kind.ffn == "moe" for kind in layers) * exchange,
+        "gathered weights": gathered_layer(config, workload, mesh) * len(layers),
         "unsummed gradients": unsummed_gradients(config, s),
         "loss": loss_chunk(config, s),
     }
@@ -35,7 +34,8 @@ def temporaries(config: ModelConfig, workload: Workload, strategy: Strategy) -> 
 def _serving(config: ModelConfig, workload: Serve, strategy: Strategy, s: Sizes) -> dict[str, float]:
     mesh = vars(strategy.mesh)
     found = {
-        "activations": depth_sources(config, s) + max(layer_activations(config, kind, s, False) for kind in config.layers),
+        "activations": depth_sources(config, s)
+        + max(layer_activations(config, kind, s, False) for kind in config.layers),
         "exchange": exchange_buffers(config, strategy, s) if "moe" in {kind.ffn for kind in config.layers} else 0.0,
         "logits": s.rows * s.time * s.vocab * NARROW,
     }
@@ -51,10 +51,10 @@ def depth_sources(config: ModelConfig, s: Sizes) -> float:
     return (config.num_attn_res_blocks + 1) * s.flat * config.hidden_size * NARROW
 
 
-def between_units(config: ModelConfig, workload: Train, s: Sizes) -> float:
-    """What flows between units is kept for each (all sources: the reads of a recomputed unit need them), and flows back."""
-    units = sum(segment.repeats for segment in segments(config)) if workload.remat else 1
-    return (units + 2) * depth_sources(config, s)
+def between_layers(config: ModelConfig, workload: Train, s: Sizes) -> float:
+    """The sources, their gradient, and what the reads send back; under remat each layer's running sum."""
+    running = s.flat * config.hidden_size * NARROW
+    return 3 * depth_sources(config, s) + (config.num_hidden_layers * running if workload.remat else 0)
 
 
 def layer_activations(config: ModelConfig, kind: LayerKind, s: Sizes, training: bool = True) -> float:
@@ -66,9 +66,9 @@ def layer_activations(config: ModelConfig, kind: LayerKind, s: Sizes, training: 
 
 
 def kda_activations(config: ModelConfig, s: Sizes) -> float:
-    """Of every value of q, k, v: projection and its normalised form narrow, convolution wide; decay logits and log decay
-    wide; gate, output and its gated norm narrow; what enters the chunks once more; a wide update. And N, A, P of every
-    chunk, a state every GROUP chunks."""
+    """Of every value of q, k, v: projection and its normalised form narrow, convolution wide; decay logits and log
+    decay wide; gate, output and its gated norm narrow; what enters the chunks once more; a wide update. And N, A, P of
+    every chunk, a state every GROUP chunks."""
     n, K = s.rows * s.time * s.heads, config.kda_head_dim
     values = 3 * (2 * NARROW + WIDE) + 2 * WIDE + 3 * NARROW + (3 * NARROW + WIDE) + WIDE
     chunks = 3 * CHUNK * WIDE + K * K * WIDE / (CHUNK * GROUP) if s.time > 1 else 2 * K * K * WIDE
@@ -100,7 +100,7 @@ def moe_activations(config: ModelConfig, s: Sizes) -> float:
 
 
 def exchange_buffers(config: ModelConfig, strategy: Strategy, s: Sizes) -> float:
-    """Rows of latents sent, received, in order of their experts, put out and sent back; gate, up and hidden units of each.
+    """Rows of latents sent, received, in order of their experts, put out and sent back; each one's hidden units thrice.
 
     The first round has room for a balanced load and three sigma.
     """
@@ -115,7 +115,7 @@ def exchange_buffers(config: ModelConfig, strategy: Strategy, s: Sizes) -> float
 
 
 def unsummed_gradients(config: ModelConfig, s: Sizes) -> float:
-    """Gradients of one layer's resident experts as values, before they are summed: of the first round and of the further."""
+    """Gradients of one layer's resident experts before they are summed: of the first round and of the further."""
     return 2 * s.experts * config.expert_parameters * NARROW
 
 
@@ -127,8 +127,3 @@ def unpacked_experts(config: ModelConfig, s: Sizes) -> float:
 def loss_chunk(config: ModelConfig, s: Sizes) -> float:
     """A chunk's logits, their softmax and derivative, wide."""
     return 3 * max(LOSS_CHUNK, s.rows) * s.vocab * WIDE
-
-
-def totals(found: Mapping[str, float]) -> float:
-    """Of all purposes."""
-    return sum(found.values())

@@ -20,7 +20,7 @@ COLOURS = {
     "MLA cache": "#a9d18e",
     "batch": "#d9d9d9",
     "gradients": "#c55a11",
-    "between units": "#f4b183",
+    "between layers": "#f4b183",
     "activations": "#ffd966",
     "exchange": "#bf9000",
     "gathered weights": "#7f6084",
@@ -101,7 +101,9 @@ def front(answer: Answer) -> Figure:
         found = [p for p in ranked if p.bound == bound]
         if found:
             axes.scatter(*point(found), s=16, alpha=0.6, color=colour, linewidths=0, label=f"bound by {bound}")
-    axes.plot(*point(best), color="black", linewidth=1, marker="o", markersize=5, fillstyle="none", label="Pareto front")
+    axes.plot(
+        *point(best), color="black", linewidth=1, marker="o", markersize=5, fillstyle="none", label="Pareto front"
+    )
     middle = (min(p.memory for p in ranked) + ranked[0].capacity) / 2
     for p, above in ((best[0], False), (best[-1], True))[: min(len(best), 2)]:
         right = p.memory > middle
@@ -148,7 +150,7 @@ def svg(figure: Figure, name: str) -> str:
     found = text.getvalue()
     found = found[found.index("<svg") :]
     # Several pictures share a page, and matplotlib numbers the parts of each alike.
-    for prefix in ('id="', 'xlink:href="#', 'url(#'):
+    for prefix in ('id="', 'xlink:href="#', "url(#"):
         found = found.replace(prefix, f"{prefix}{name}-")
     return found
 

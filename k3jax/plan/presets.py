@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from k3jax.plan.answer import Answer, best, duration, sentence
+from k3jax.plan.answer import Answer, best, duration, question, sentence
 from k3jax.plan.arrays import released_bytes
 from k3jax.plan.hardware import HARDWARE
 from k3jax.plan.search import search
@@ -21,12 +21,13 @@ def _model(name: str):
 
 
 def long_context(price: float | None) -> list[Answer]:
-    """The smallest TPU 7x slice and H200 count that hold the released weights and a million tokens, for 1 and 64 users."""
+    """The smallest TPU 7x slice and H200s that hold the released weights and a million tokens for 1 and 64."""
     model, answers = _model("kimi_k3"), []
     for users in (1, 64):
         for name, counts in COUNTS.items():
             workload = Serve("decode", users, MILLION)
-            asked = f"What is the smallest number of {name} devices that holds Kimi K3 as released and {users} x 1,048,576 tokens?"
+            held = f"Kimi K3 as released and {users} x 1,048,576 tokens"
+            asked = f"What is the smallest number of {name} devices that holds {held}?"
             for devices in counts:
                 found = search(model, workload, HARDWARE[name], devices, price)
                 if found.ranked:
@@ -59,8 +60,6 @@ def kimi_linear(price: float | None) -> list[Answer]:
 
 def _either(model, workload, name: str, devices: int, price: float | None) -> Answer:
     """What fits best, or why nothing does."""
-    from k3jax.plan.answer import question
-
     try:
         return best(model, workload, HARDWARE[name], devices, price)
     except ValueError as error:
@@ -79,8 +78,9 @@ def four_bits(price: float | None) -> list[Answer]:
     as_values = 2 * model.num_experts * model.expert_parameters * sum(kind.ffn == "moe" for kind in model.layers)
     fast, slow = packed.chosen[0], wide.chosen[0]
     text = (
-        f"Experts take {stored / 1e9:,.0f} GB packed and {as_values / 1e9:,.0f} GB as bfloat16, {as_values / stored:.2f} times "
-        f"as much. On 128 devices with 64 rows of 131,072 tokens a step takes {duration(fast.step_seconds)} packed and "
+        f"Experts take {stored / 1e9:,.0f} GB packed and {as_values / 1e9:,.0f} GB as bfloat16, "
+        f"{as_values / stored:.2f} times as much. "
+        f"On 128 devices with 64 rows of 131,072 tokens a step takes {duration(fast.step_seconds)} packed and "
         f"{duration(slow.step_seconds)} as bfloat16, {slow.step_seconds / fast.step_seconds:.2f} times as long."
     )
     return [Answer("What do 4-bit experts save against bfloat16?", text, [fast, slow]), packed, wide]

@@ -24,9 +24,9 @@ LOSS_CHUNK = 256  # of `k3jax/ops/loss.py`
 class Product(NamedTuple):
     """`count` products of [rows,inner] and [inner,outer] in one layer.
 
-    weight: whether the second factor is a weight (else an activation). forward, backward, again: how often it is computed
-    in a forward pass, in its derivative, and anew where the unit is recomputed. wide: in float32 at highest precision.
-    last: gives only what leaves the layer, which nobody asks for again at the end of a recomputed unit.
+    weight: whether the second factor is a weight (else an activation). forward, backward, again: how often it is
+    computed
+    in a forward pass, in its derivative, and anew where the layer is recomputed. wide: in float32 at highest precision.
     """
 
     kind: str
@@ -38,7 +38,6 @@ class Product(NamedTuple):
     backward: float = 2
     again: float = 1
     wide: bool = False
-    last: bool = False
 
     @property
     def flops(self) -> float:
@@ -49,7 +48,8 @@ class Product(NamedTuple):
 class Sizes(NamedTuple):
     """What a device works on.
 
-    rows: sequences. time: tokens of each inside a mixer. flat: tokens between sublayers. heads, mla_heads, shared, dense,
+    rows: sequences. time: tokens of each inside a mixer. flat: tokens between sublayers. heads, mla_heads, shared,
+    dense,
     vocab: of that axis. keys: tokens that attention looks at. experts: resident, of `ways` parts. pairs: rows that all
     its tokens make, k each.
     """
@@ -136,7 +136,8 @@ def recurrence(config: ModelConfig, rows: float, time: float, V: float) -> Itera
     tiles = chunks * CHUNK / TILE
     bounded = config.gate_lower_bound is not None and -config.gate_lower_bound * TILE <= 80
     if bounded:
-        # Running sums of decays, computed anew and twice more in the derivative; pairs of keys and of queries with keys.
+        # Running sums of decays, computed anew and twice more in the derivative; pairs of keys and of queries with
+        # keys.
         yield Product("KDA", TILE, TILE, K, tiles, backward=3, **wide)
         yield Product("KDA", 2 * TILE, TILE, K, tiles, backward=3, **wide)
     else:
@@ -189,7 +190,7 @@ def dense(config: ModelConfig, s: Sizes) -> Iterator[Product]:
     """The dense layers' feed-forward network."""
     n, D = s.rows * s.time, config.hidden_size
     yield Product("dense FFN", n, D, s.dense, 2)
-    yield Product("dense FFN", n, s.dense, D, last=True)
+    yield Product("dense FFN", n, s.dense, D)
 
 
 def moe(config: ModelConfig, s: Sizes, exchange: str) -> Iterator[Product]:
@@ -198,20 +199,20 @@ def moe(config: ModelConfig, s: Sizes, exchange: str) -> Iterator[Product]:
     yield Product("router", s.flat, D, config.num_experts)
     if config.routed_expert_hidden_size:
         yield Product("latents", s.flat, D, L)
-        yield Product("latents", s.flat, L, D, last=True)
+        yield Product("latents", s.flat, L, D)
     rows = expert_rows(s, exchange)
     yield Product("experts", rows, L, F, 2)
     yield Product("experts", rows, F, L)
     n = s.rows * s.time
     yield Product("shared", n, D, s.shared, 2)
-    yield Product("shared", n, s.shared, D, last=True)
+    yield Product("shared", n, s.shared, D)
 
 
 def expert_rows(s: Sizes, exchange: str) -> float:
     """Rows that a device's experts multiply at a balanced load: those that exist, or whole blocks of them.
 
-    Blocks (`k3jax.ops.grouped.blocks`) hold a quarter of a balanced load within limits; an expert's last is half empty on
-    average, and never empty of padding below one block.
+    Blocks (`k3jax.ops.grouped.blocks`) hold a quarter of a balanced load within limits; an expert's last is half empty
+    on average, and never empty of padding below one block.
     """
     if exchange == "ragged":
         return s.pairs
@@ -265,12 +266,11 @@ def model(config: ModelConfig, workload: Workload, strategy: Strategy) -> list[t
     s = sizes(config, workload, strategy)
     stack = segments(config)
     kinds = {kind: layer(config, kind, s, strategy) for unit, _ in stack for kind in unit}
-    found = []
-    for unit, repeats in stack:
-        found += [(product, repeats) for kind in unit[:-1] for product in kinds[kind]]
-        found += [(x._replace(again=0) if x.last else x, repeats) for x in kinds[unit[-1]]]
+    found = [(product, repeats) for unit, repeats in stack for kind in unit for product in kinds[kind]]
     if config.attn_res_block_size:
-        found.append((Product("AttnRes", s.flat, config.num_attn_res_blocks + 1, config.hidden_size, 1, False, again=0), 1))
+        found.append(
+            (Product("AttnRes", s.flat, config.num_attn_res_blocks + 1, config.hidden_size, 1, False, again=0), 1)
+        )
     found.append((head(config, workload, strategy, s), 1))
     return found
 

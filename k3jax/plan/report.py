@@ -38,7 +38,7 @@ def write(path: str | Path, answers: Sequence[Answer]) -> None:
 
 
 def page(answers: Sequence[Answer]) -> str:
-    """The whole page: every question with its answer, tables and pictures, then what is assumed and where it is from."""
+    """The whole page: every question with its answer, tables and pictures, then assumptions and sources."""
     used = dict.fromkeys(p.hardware for answer in answers for p in answer.chosen)
     contents = ""
     if len(answers) > 1:
@@ -49,7 +49,7 @@ def page(answers: Sequence[Answer]) -> str:
             '<!doctype html><html lang="en"><head><meta charset="utf-8"><title>k3jax plan</title>',
             '<meta name="viewport" content="width=device-width, initial-scale=1">',
             f"<style>{_STYLE}</style></head><body><h1>k3jax plan</h1>",
-            '<p class="quiet">What a sharding strategy needs and how long a step takes at least, from shapes alone.</p>',
+            '<p class="quiet">What a sharding strategy needs and how long a step takes, from shapes alone.</p>',
             contents,
             *(_section(answer, i) for i, answer in enumerate(answers)),
             "<h2>Assumptions</h2><ul>",

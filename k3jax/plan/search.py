@@ -12,7 +12,7 @@ from k3jax.config import ModelConfig
 from k3jax.plan import analytic
 from k3jax.plan.analytic import Prediction
 from k3jax.plan.hardware import Hardware
-from k3jax.plan.setting import Serve, Strategy, Workload, check, exchange_of
+from k3jax.plan.setting import Serve, Strategy, Workload, check
 from k3jax.rules import MESH_AXES
 from k3jax.run_config import MeshConfig
 
@@ -87,7 +87,7 @@ def search(
         raise ValueError(f"devices={devices}: must be at least 1")
     fits, tight, refused = [], [], 0
     for sizes in factorisations(devices, len(MESH_AXES)):
-        strategy = Strategy(MeshConfig(*sizes), exchange_of(hardware))
+        strategy = Strategy(MeshConfig(*sizes))
         for same, choice in choices(workload):
             try:
                 check(config, same, strategy)
@@ -104,8 +104,8 @@ def search(
 
 
 def choices(workload: Workload) -> list[tuple[Workload, list[Workload]]]:
-    """(one, all) of every set of variants that divide alike: the workload itself in serving; in training the batch in one,
-    two or four parts, each with and without remat."""
+    """(one, all) of every set of variants that divide alike: the workload itself in serving; in training the batch in
+    one, two or four parts, each with and without remat."""
     if isinstance(workload, Serve):
         return [(workload, [workload])]
     parts = [dataclasses.replace(workload, grad_accum=n) for n in sorted({*ACCUMULATIONS, workload.grad_accum})]

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from typing import Literal
 
 from k3jax.config import ModelConfig
-from k3jax.plan.hardware import Hardware
 from k3jax.rules import pieces
 from k3jax.run_config import DataConfig, MeshConfig, RunConfig, TrainConfig
 
@@ -114,9 +113,3 @@ def mesh_for(mesh: MeshConfig, devices: int) -> MeshConfig:
         axes = "*".join(f"mesh.{axis}" for axis in vars(found))
         raise ValueError(f"devices={devices}: must be {axes}={found.size}")
     return found
-
-
-def exchange_of(hardware: Hardware) -> str:
-    """What the product takes on a TPU or GPU (`k3jax.ops.experts.fastest`, JAX 0.12)."""
-    del hardware
-    return "ragged"
