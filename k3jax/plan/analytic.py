@@ -16,6 +16,7 @@ from k3jax.plan.hardware import Hardware
 from k3jax.plan.setting import Strategy, Train, Workload, check
 from k3jax.rules import pieces
 
+PACKED = 17 / 64  # bytes of MXFP4 with its scales over those of bfloat16
 RESERVED = 0.02  # of a device's memory that programs and fragmentation take
 
 
@@ -31,7 +32,7 @@ class Prediction:
         flops: of a step's matrix products, by kind of layer. bytes: moved to and from memory, alike.
         communication: bytes a device sends, {collective: {mesh axes: bytes}}; by_purpose: the same as
             {purpose: bytes}.
-        compute_seconds, memory_seconds, communication_seconds: the three rooflines; bound: the longest.
+        compute_seconds, memory_seconds, communication_seconds: the three rooflines; bound: which makes the step long.
         step_seconds: layer kind by layer kind the longer of compute and memory, or communication if that is longer
         still.
         serial_seconds: the same with nothing sent while something is computed.
@@ -108,7 +109,7 @@ def evaluate(
     transfers = communication.transfers(config, workload, strategy)
     sending = sum(communication.seconds(transfer, mesh, hardware) for transfer in transfers)
     local = sum(max(compute.get(kind, 0.0), read.get(kind, 0.0)) for kind in {*compute, *read})
-    rooflines = {"compute": sum(compute.values()), "memory": sum(read.values()), "communication": sending}
+    rooflines = {"compute": sum(compute.values()), "memory": sum(read.values())}
     step = max(local, sending)
     purposes: Counter[str] = Counter()
     for transfer in transfers:
@@ -132,7 +133,7 @@ def evaluate(
         compute_seconds=rooflines["compute"],
         memory_seconds=rooflines["memory"],
         communication_seconds=sending,
-        bound=max(rooflines, key=rooflines.get),
+        bound="communication" if sending > local else max(rooflines, key=rooflines.get),
         step_seconds=step,
         serial_seconds=local + sending,
         tokens_per_second=workload.tokens / step,
@@ -187,10 +188,9 @@ def bytes_moved(config: ModelConfig, workload: Workload, strategy: Strategy) -> 
     for product, layers in products.model(config, workload, strategy):
         times = products.times(product, workload)
         wide = communication.WIDE if product.wide else communication.NARROW
-        weight = product.inner * product.outer * (1 if product.weight else product.count)
-        weight *= product.count if product.weight else 1
+        weight = product.inner * product.outer * product.count
         if product.kind == "experts":
-            weight = weight * s.experts * (17 / 32 / 2 if not training and workload.experts == "packed" else 1)
+            weight *= s.experts * (PACKED if not training and workload.experts == "packed" else 1)
         moved = product.count * product.rows * (product.inner + product.outer)
         if product.kind == "MLA" and not product.weight:
             weight, moved = 0, product.count * product.rows * min(product.inner, product.outer)
@@ -203,8 +203,7 @@ def bytes_moved(config: ModelConfig, workload: Workload, strategy: Strategy) -> 
         total["optimizer"] = 7 * sum(given.values())  # parameter, gradient, two moments read; three written
     else:
         heads = config.kda_num_heads / pieces("heads", mesh)
-        state = arrays.kda_state_bytes(config, s.rows, heads)
-        total["KDA"] += 2 * state
+        total["KDA"] += arrays.kda_state_bytes(config, s.rows, heads)  # written; the products read it
         total["MLA"] += arrays.mla_cache_bytes(config, s.rows, s.keys)
     return dict(total)
 
