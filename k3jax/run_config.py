@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import difflib
+import functools
 import io
 import math
 import os
@@ -281,16 +282,20 @@ def load_config(path: str | Path) -> RunConfig:
     return _defined(str(path), "config", RunConfig)
 
 
-def load_model(path: str) -> ModelConfig:
-    """The model of a released `config.json` or its folder, or the one a Python file defines: `model`, or a run's.
+def load_model(path: str | Path) -> ModelConfig:
+    """The model of a configuration file, which defines it as `model`, or of a released config.json or its folder.
 
-    Raises `ValueError`, one line, as `load_config` and `ModelConfig.from_hf` do.
+    Raises `ValueError`, one line, for what cannot be read or defines none.
+
+    Example:
+        >>> load_model("configs/kimi_k3.py").num_parameters
+        2779484476000
     """
-    if not path.endswith(".py"):
+    if not str(path).endswith(".py"):
         return ModelConfig.from_hf(path)
     if not os.path.isfile(path):
-        raise ValueError(f"{path}: no such file; a released config.json or a Python file was expected")
-    return _defined(path, "model", ModelConfig)
+        raise ValueError(f"{path}: no such file; a Python file that defines `model`, or a released config.json was expected")
+    return _defined(str(path), "model", ModelConfig)
 
 
 def strategy_names() -> list[str]:
@@ -441,9 +446,12 @@ def _parse(hint: Any, value: str) -> Any:
         raise ValueError(value) from None
 
 
+_hints = functools.cache(typing.get_type_hints)  # a planner validates thousands of meshes
+
+
 def _check_types(config: Any, prefix: str = "") -> None:
     """A configuration file may hold values of any type; refuses those that are not the declared one."""
-    for name, hint in typing.get_type_hints(type(config)).items():
+    for name, hint in _hints(type(config)).items():
         key, value = f"{prefix}{name}", getattr(config, name)
         if not is_instance(value, hint):
             raise ValueError(f"{key}={value!r}: must be {describe_type(hint)}")

@@ -1,4 +1,4 @@
-"""The mesh, and the one table that says which mesh axes an array's named axes are split over."""
+"""The mesh, and what the table of `k3jax/rules.py` says of arrays on it."""
 
 from __future__ import annotations
 
@@ -11,24 +11,9 @@ from jax import Array
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from k3jax.rules import MESH_AXES, RULES, pieces
+
 Logical = Sequence[str | None]  # names of an array's leading axes
-
-MESH_AXES = ("data", "fsdp", "expert", "context", "tensor")
-
-# Logical axis -> mesh axes. Parameters: dense weights on (fsdp, tensor), experts on (expert, tensor) and fsdp.
-# Activations: "batch" and "seq" for what flows between sublayers, "time" and "heads" inside a token mixer.
-RULES: dict[str, tuple[str, ...]] = {
-    "batch": ("data", "fsdp", "expert"),
-    "seq": ("context", "tensor"),
-    "time": ("context",),
-    "heads": ("tensor",),
-    "mlp": ("tensor",),
-    "vocab": ("tensor",),
-    "embed": ("fsdp",),
-    "experts": ("expert", "tensor"),
-    "expert_out": ("fsdp",),
-    "layers": (),
-}
 
 
 def make_mesh(
@@ -82,7 +67,7 @@ def spec(logical: Logical, shape: Sequence[int], mesh) -> P:
 
 def ways(name: str, mesh) -> int:
     """Parts a logical axis is split into; 1 without a mesh."""
-    return 1 if mesh is None else math.prod(mesh.shape[axis] for axis in RULES[name])
+    return 1 if mesh is None else pieces(name, mesh.shape)
 
 
 def along(name: str, T: int) -> str | None:

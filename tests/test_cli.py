@@ -102,7 +102,7 @@ assert not loaded, loaded
 
 
 HELP_SAYS = {
-    "": ["train", "generate", "convert", "bench", "inspect"],
+    "": ["train", "generate", "convert", "plan", "bench", "inspect"],
     "train": ["--config", "--train.beta1 FLOAT", "Peak learning rate", "--mesh.fsdp INT", "num_experts", "strategy="],
     "generate": ["--prompt", "--image STR", "--experts {packed,dequantized}", "--top-k"],
     "convert": ["export", "import", "synthesize"],
@@ -111,6 +111,7 @@ HELP_SAYS = {
     "convert synthesize": ["CONFIG", "DESTINATION", "--layers", "--num-experts", "--seed INT"],
     "bench": ["convert", "kda", "strategies"],
     "bench convert": ["--folder STR", "--gib FLOAT", "--repeats INT", "--dequantized", "--out"],
+    "plan": ["--hardware STR", "--mesh STR", "--search", "--price", "--preset", "--report"],
     "bench kda": ["--tokens INT", "--dtype {float32,bfloat16}", "--long-tokens", "--decode-batch", "--out"],
     "bench strategies": ["--config STR", "--strategies", "--steps INT", "--out"],
     "inspect": ["PATH", "--tensor"],
@@ -295,6 +296,23 @@ def test_bench_ends_with_2_after_its_table_where_a_result_is_wrong(benchmark, ca
     assert (tmp_path / "kda.json").exists()
 
 
+def test_plan_prints_and_writes(capsys, tmp_path):
+    line = "plan --config configs/kimi_linear_48b.py --workload decode --batch 16 --experts dequantized --hardware h200"
+    files = [f"--{kind}={tmp_path}/plan.{kind}" for kind in ("json", "csv", "png")]
+    assert cli.main([*line.split(), "--devices", "8", "--search", "--price", "2.5", *files]) == 0
+    out = capsys.readouterr().out
+    assert out.startswith("What does it take to decode a token of 16 sequences") and "8 h200: expert=8" in out
+    assert json.loads((tmp_path / "plan.json").read_text())["answers"][0]["chosen"][0]["fits"]
+    assert len((tmp_path / "plan.csv").read_text().splitlines()) > 10 and (tmp_path / "plan.png").stat().st_size > 10_000
+
+
+def test_plan_ends_with_2_after_its_table_where_a_strategy_does_not_fit(capsys):
+    assert cli.main("plan --mesh dp --devices 1024".split()) == 2
+    out, err = capsys.readouterr()
+    assert "1024 v5p: data=1024" in out
+    assert re.fullmatch(r"error: does not fit: data=1024: needs \S+ GB a device, \S+ GB more than v5p's .*\n", err)
+
+
 # ---- mistakes ----------------------------------------------------------------------------------------------
 
 
@@ -302,7 +320,7 @@ def test_bench_ends_with_2_after_its_table_where_a_result_is_wrong(benchmark, ca
     "line, says",
     [
         ("trian", "trian: no such command; did you mean train?"),
-        ("x", "x: no such command; must be one of train, generate, convert, bench, inspect"),
+        ("x", "x: no such command; must be one of train, generate, convert, plan, bench, inspect"),
         ("train", "Missing from python -m k3jax train: --config STR"),
         ("train --config none.py", "none.py: no such file"),
         ("convert", "Expected one of {import, export, synthesize}."),
@@ -343,6 +361,20 @@ def test_bench_ends_with_2_after_its_table_where_a_result_is_wrong(benchmark, ca
         ("bench kda --decode-batch -1", "--decode-batch -1: must be 0 or more"),
         ("bench kda --out none/x.json", "--out none/x.json: must be in a folder that exists, none does not"),
         ("inspect", "Missing from python -m k3jax inspect: PATH"),
+        ("plan x", "x: unknown argument; `python -m k3jax plan --help` lists them"),
+        ("plan --hardware v9", "hardware=v9: must be one of v5e, v5p, v6e, tpu7x, h100, h200, b200, gb200, mi355x"),
+        ("plan --devices 0", "--devices 0: must be at least 1"),
+        ("plan --price 0", "--price 0.0: must be positive"),
+        ("plan --report none/x.html", "--report none/x.html: must be in a folder that exists"),
+        ("plan --config none.py", "none.py: no such file; a Python file that defines `model`, or a released config.json"),
+        ("plan --mesh pipeline=2", "--mesh pipeline=2: 'pipeline' is no axis, must be one of data, fsdp, expert, "),
+        ("plan --mesh fsdp=two", "--mesh fsdp=two: fsdp must be a number"),
+        ("plan --mesh zero", "strategy=zero: must be one of cp, dp, ep, "),
+        ("plan --mesh fsdp=3", "devices=1024: must be mesh.data*mesh.fsdp*mesh.expert*mesh.context*mesh.tensor=3"),
+        ("plan --mesh fsdp=-1,expert=3", "1024 devices: must be a multiple of mesh.expert=3, for mesh.fsdp=-1"),
+        ("plan --workload decode --context 2000000", "--context 2000000: must be at most 1048576"),
+        ("plan --search --devices 8 --batch 8", "nothing fits; the smallest is "),
+        ("plan --preset x", "invalid choice 'x' for argument '--preset'"),
     ],
 )
 def test_mistakes_are_one_line(capsys, line, says):

@@ -1,4 +1,4 @@
-"""The command line: `python -m k3jax train | generate | convert | bench | inspect`.
+"""The command line: `python -m k3jax train | generate | convert | plan | bench | inspect`.
 
 A mistake in what the user gave (a setting, a file, a checkpoint) ends with one line on stderr and exit code
 2; `K3JAX_TRACEBACK=1` shows where it was raised. JAX is imported when a command runs, not for `--help`.
@@ -22,6 +22,7 @@ from tyro.conf import Positional, subcommand
 from k3jax.cli.bench import Bench, BenchStep, BenchStrategies
 from k3jax.cli.convert import Convert, Inspect
 from k3jax.cli.options import check
+from k3jax.cli.plan import Plan
 
 
 @dataclass(frozen=True)
@@ -107,10 +108,11 @@ Command = (
     Annotated[Train, subcommand("train")]
     | Annotated[Generate, subcommand("generate")]
     | Annotated[Convert, subcommand("convert")]
+    | Annotated[Plan, subcommand("plan")]
     | Annotated[Bench, subcommand("bench")]
     | Annotated[Inspect, subcommand("inspect")]
 )
-_NAMES = ("train", "generate", "convert", "bench", "inspect")
+_NAMES = ("train", "generate", "convert", "plan", "bench", "inspect")
 _PROG = "python -m k3jax"
 
 
@@ -153,7 +155,7 @@ def _parse(argv: list[str]):
             command, unknown = tyro.cli(
                 Command,
                 prog=_PROG,
-                description="Train, run, convert, measure and inspect models of the Kimi K3 family.",
+                description="Train, run, convert, plan, measure and inspect models of the Kimi K3 family.",
                 args=argv or ["--help"],
                 return_unknown_args=True,
                 config=(tyro.conf.OmitSubcommandPrefixes, tyro.conf.PositionalMetavarFromFieldName),

@@ -1,0 +1,134 @@
+"""`python -m k3jax plan`: what a sharding strategy needs and takes, without any device."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from k3jax.cli.options import check
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Say what it takes to train or serve a model: memory, time, communication, cost.
+
+    Needs no device and no JAX. One mesh: python -m k3jax plan --mesh fsdp=64,expert=16 --hardware v5p --devices 1024.
+    All of them, the fastest first: python -m k3jax plan --search --report plan.html
+    """
+
+    config: str | None = None
+    """Python file that defines `model`, or a released config.json. None: Kimi K3."""
+    workload: Literal["train", "decode", "prefill"] = "train"
+    """What one step does."""
+    hardware: str = "v5p"
+    """v5e, v5p, v6e, tpu7x, h100, h200, b200, gb200 or mi355x."""
+    devices: int = 1024
+    """Devices as JAX counts them: two a chip on tpu7x."""
+    mesh: str = "fsdp=-1"
+    """Devices along each axis, such as fsdp=64,expert=16 (-1 takes the rest), or a strategy of configs/strategies."""
+    search: bool = False
+    """Try every mesh, and in training remat and parts of the batch; --mesh does not matter."""
+    batch: int = 1024
+    """Sequences a step, over all devices."""
+    sequence: int = 4096
+    """Tokens of a sequence in training."""
+    qat: bool = True
+    """Quantisation-aware training: MXFP4 expert weights, MXFP8 expert inputs."""
+    remat: bool = True
+    """Recompute activations in the backward pass."""
+    grad_accum: int = 1
+    """Parts a training batch is computed in."""
+    context: int = 131072
+    """Tokens that a row's cache holds in serving, up to 1048576."""
+    piece: int = 8192
+    """Tokens of a prompt that one prefill step takes."""
+    experts: Literal["packed", "dequantized"] = "packed"
+    """Routed experts in serving: MXFP4, or bfloat16."""
+    price: float | None = None
+    """Of a device for an hour; the cost comes in the same currency."""
+    preset: Literal["long-context", "fine-tune", "kimi-linear", "four-bits"] | None = None
+    """A ready question; of the other settings only --price and the files matter."""
+    json: str | None = None
+    """JSON file to write."""
+    csv: str | None = None
+    """CSV file to write: every strategy that was considered and fits."""
+    png: str | None = None
+    """Picture to write: step time against memory of all that fit."""
+    report: str | None = None
+    """Web page to write, complete in one file."""
+
+    def run(self) -> None:
+        files = ((name, getattr(self, name)) for name in ("json", "csv", "png", "report"))
+        check(
+            ("devices", self.devices, self.devices >= 1, "at least 1"),
+            ("price", self.price, self.price is None or self.price > 0, "positive"),
+            *((name, path, Path(path or "").parent.is_dir(), "in a folder that exists") for name, path in files),
+        )
+        from k3jax.plan import answer
+
+        answers = self._answers()
+        print("\n\n".join(map(answer.table, answers)), flush=True)
+        chosen = [p for found in answers for p in (found.found.ranked if found.found else found.chosen)]
+        if self.json:
+            answer.write_json(self.json, answers)
+        if self.csv:
+            from k3jax.plan import search
+
+            search.write_csv(self.csv, chosen)
+        if self.png:
+            from k3jax.plan import pictures
+
+            pictures.write_front(self.png, answers)
+        if self.report:
+            from k3jax.plan import report
+
+            report.write(self.report, answers)
+        if wrong := [found.text for found in answers if not self.preset and not all(p.fits for p in found.chosen)]:
+            raise ValueError(f"does not fit: {'; '.join(wrong)}")
+
+    def _answers(self):
+        from k3jax.plan import answer, hardware, presets
+        from k3jax.plan.setting import Serve, Train
+        from k3jax.run_config import STRATEGIES, load_model
+
+        if self.preset:
+            return presets.PRESETS[self.preset](self.price)
+        device = hardware.find(self.hardware)
+        model = load_model(self.config or STRATEGIES.parent / "kimi_k3.py")
+        if self.workload == "train":
+            workload = Train(self.batch, self.sequence, self.qat, self.remat, self.grad_accum)
+        else:
+            check(
+                (
+                    "context",
+                    self.context,
+                    self.context <= model.max_position_embeddings,
+                    f"at most {model.max_position_embeddings}",
+                )
+            )
+            workload = Serve(self.workload, self.batch, self.context, self.piece, self.experts)
+        if self.search:
+            return [answer.best(model, workload, device, self.devices, self.price)]
+        return [answer.one(model, workload, device, self.devices, mesh_of(self.mesh), self.price)]
+
+
+def mesh_of(text: str):
+    """The mesh of axis=size,... or of a strategy's name.
+
+    Raises:
+        ValueError: an unknown axis, or a size that is no number.
+    """
+    from k3jax.run_config import MeshConfig, load_strategy
+
+    if "=" not in text:
+        return load_strategy(text)
+    sizes = {}
+    for part in text.split(","):
+        axis, _, size = part.partition("=")
+        if axis not in vars(MeshConfig()):
+            raise ValueError(f"--mesh {text}: {axis!r} is no axis, must be one of {', '.join(vars(MeshConfig()))}")
+        if not size.removeprefix("-").isdecimal():
+            raise ValueError(f"--mesh {text}: {axis} must be a number")
+        sizes[axis] = int(size)
+    return MeshConfig(**sizes)
