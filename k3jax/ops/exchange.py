@@ -57,7 +57,7 @@ def fixed(local: Callable[..., Array], axes: tuple[str, ...], n: int, k: int, pa
 
 
 def _fixed_round(local, axes, x, weights, experts, pairs, base, size):
-    (n, L), k, ways = x.shape, weights.shape[1], lax.axis_size(axes)
+    n, k, ways = x.shape[0], weights.shape[1], lax.axis_size(axes)
     E = pairs.counts.size // ways  # on each device
     rows_to = jnp.sum(pairs.counts.reshape(ways, E), axis=1, dtype=jnp.int32)
     leaves = jnp.cumsum(rows_to, dtype=jnp.int32) - rows_to
