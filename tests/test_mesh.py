@@ -222,14 +222,13 @@ def test_initial_state_does_not_depend_on_the_mesh():
     chex.assert_trees_all_equal(jax.device_get(found), jax.device_get(expected))
 
 
-@pytest.mark.parametrize("experts", ["dequantized", "packed"])
-def test_a_checkpoint_loads_straight_onto_a_mesh(experts):
+def test_a_checkpoint_loads_straight_onto_a_mesh():  # packed: tests/train/test_convert.py
     folder = Path(__file__).parent / "data" / "k3_tiny"
     golden = np.load(folder / "golden.npz")
     mesh = k3jax.make_mesh(expert=2)
     with jax.set_mesh(mesh):
-        variables = k3jax.load_hf(folder, param_dtype=jnp.float64, experts=experts, mesh=mesh)
-        model = k3jax.K3(k3jax.ModelConfig.from_hf(folder), jnp.float64, jnp.float64, experts=experts)
+        variables = k3jax.load_hf(folder, param_dtype=jnp.float64, mesh=mesh)
+        model = k3jax.K3(k3jax.ModelConfig.from_hf(folder), jnp.float64, jnp.float64)
         logits = jax.jit(lambda v, x: model.apply(v, x).logits)(variables, jnp.asarray(golden["input_ids"]))
     layer = variables["params"]["segment_1"]["layer_0"]["block_sparse_moe"]["experts"]
     assert {x.sharding.spec for x in jax.tree.leaves(layer)} == {P(None, "expert", None, None)}

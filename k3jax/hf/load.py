@@ -103,17 +103,16 @@ def released_arrays(
 
 
 def _placed(leaf: Pieced, sharding: jax.sharding.Sharding) -> jax.Array:
-    """The leaf on its devices; a shard that several of them hold is read once."""
-    read = {}
-
-    def shard(index: Box) -> np.ndarray:
-        box = tuple(slice(*part.indices(size)[:2]) for part, size in zip(index, leaf.shape, strict=True))
-        key = tuple((part.start, part.stop) for part in box)
-        if key not in read:
-            read[key] = leaf.read(box)
-        return read[key]
-
-    return jax.make_array_from_callback(leaf.shape, sharding, shard)
+    """The leaf on this process' devices, shard after shard; one that several of them hold is read once."""
+    holders: dict[tuple, list[jax.Device]] = {}
+    for device, index in sharding.addressable_devices_indices_map(leaf.shape).items():
+        box = tuple(part.indices(size)[:2] for part, size in zip(index, leaf.shape, strict=True))
+        holders.setdefault(box, []).append(device)
+    shards = []
+    for box, devices in holders.items():
+        values = leaf.read(tuple(slice(*ends) for ends in box))
+        shards += jax.block_until_ready([jax.device_put(values, device) for device in devices])
+    return jax.make_array_from_single_device_arrays(leaf.shape, sharding, shards)
 
 
 def _tree_dtype(leaf: Leaf, param_dtype: np.dtype) -> np.dtype:

@@ -34,7 +34,7 @@ def run(
     total = sum(job.bytes for job in jobs)
     before = total - sum(job.bytes for job in left)
     biggest = max((job.bytes for job in left), default=1)
-    threads = max(1, min(_THREADS, memory // (_COPIES * max(biggest, 1))))
+    threads = max(1, min(_THREADS, memory // (_COPIES * biggest)))
     bar = tqdm(desc=title, total=total, initial=before, unit="B", unit_scale=True, unit_divisor=1024, disable=None)
     with bar, ThreadPoolExecutor(threads) as pool:
         running, waiting = {}, iter(left)
