@@ -1,4 +1,4 @@
-"""A run on images and text from end to end: trained on eight devices, resumed, exported, asked about an image."""
+"""A run on images and text from end to end: trained on two devices, exported, asked about an image, imported."""
 
 import dataclasses
 import json
@@ -27,18 +27,18 @@ def run(tiny, tmp_path_factory):
         lines.append(json.dumps({"image": f"{i}.png", "text": f"it is {name}, see?"}))
     (folder / "pairs.jsonl").write_text("\n".join(lines))
     config = RunConfig(
-        model=dataclasses.replace(tiny, vision=VISION),
+        model=dataclasses.replace(tiny, vision=VISION, initializer_range=0.1),  # a large start learns sooner
         data=DataConfig(pairs=(str(folder / "pairs.jsonl"),), seq_len=32, batch_size=8, held_out=0.2),
         train=TrainConfig(steps=60, learning_rate=1e-2, checkpoint_every=100, log_every=10, eval_windows=8, qat=False),
-        mesh=MeshConfig(fsdp=2, expert=2, tensor=2),
+        mesh=MeshConfig(fsdp=2),
         out=str(folder / "run"),
     )
     return folder, config, loop.train(config)
 
 
 def test_images_are_learnt_from(run):
-    """Nothing but the image tells red from blue: half of the captions' information, as a text model sees them."""
-    folder, _, result = run
+    """Nothing but the image tells red from blue; without it no model comes below ln 2 a caption, 0.055 a byte."""
+    _, _, result = run
     assert result.train_loss < 0.02 and result.held_out_loss < 0.02
 
 
