@@ -37,6 +37,7 @@ _LATE_MS = 3_600_000  # a process that died is noticed by its heartbeat; one tha
 _meetings = itertools.count()
 _ARRAYS = "state"  # what Orbax calls the arrays of a step
 _UNFINISHED = "unfinished"  # folder beside the steps, of a step that is written piece by piece
+_IDENTITY = "identity"  # file in it: what it is the beginning of
 _COMMITTED = ("_CHECKPOINT_METADATA", "commit_success.txt")  # what a whole step holds besides its arrays
 
 
@@ -256,20 +257,12 @@ class PieceWriter:
     def __init__(self, folder: str | Path, step: int, leaves: Mapping[tuple[str, ...], Pieced], meta: dict, identity: str):
         self.folder, self.step, self._leaves = Path(folder).absolute(), step, leaves
         self._unfinished = self.folder / _UNFINISHED
-        self._step = self._unfinished / str(step)
-        if newest := _step_folders(self.folder):
-            shutil.rmtree(self._unfinished, ignore_errors=True)  # what a commit that was cut short has left
-            raise CheckpointError(f"{self.folder}: already holds step {newest[-1]}; choose another folder")
-        note = self._unfinished / "identity"
-        found = note.read_text() if note.exists() else None
-        if found not in (None, identity):
+        if steps := _step_folders(self.folder):
+            raise CheckpointError(f"{self.folder}: already holds step {steps[-1]}; choose another folder")
+        if not self._unfinished.exists():
+            self._lay_out(meta, identity)
+        elif (self._unfinished / _IDENTITY).read_text() != identity:
             raise CheckpointError(f"{self._unfinished}: holds the beginning of another import; remove it first")
-        if found is None:
-            shutil.rmtree(self._unfinished, ignore_errors=True)
-            self._unfinished.mkdir(parents=True)
-            _write(note, identity.encode())
-        if not self._step.exists():
-            self._lay_out(meta)
 
     def has(self, path: tuple[str, ...], box: Box) -> bool:
         return self._file(path, box).exists()
@@ -287,18 +280,18 @@ class PieceWriter:
             for box in leaf.boxes():
                 if not self.has(path, box):
                     raise CheckpointError(f"{self._file(path, box)}: missing; it was removed while the others were written")
-        os.rename(self._step, self.folder / str(self.step))
+        os.rename(self._unfinished, self.folder / str(self.step))
         _sync(self.folder)
-        shutil.rmtree(self._unfinished)
 
     def _file(self, path: tuple[str, ...], box: Box) -> Path:
         number = [str(part.start // step) for part, step in zip(box, self._leaves[path].piece, strict=True)]
-        return self._step.joinpath(_ARRAYS, ".".join(path), "c", *number)
+        return self._unfinished.joinpath(_ARRAYS, ".".join(path), "c", *number)
 
-    def _lay_out(self, meta: dict) -> None:
+    def _lay_out(self, meta: dict, identity: str) -> None:
         """Has Orbax save arrays of one value, and makes them as large as they will be."""
-        skeleton = self._unfinished / "skeleton"
-        shutil.rmtree(skeleton, ignore_errors=True)
+        skeleton = self.folder / f"{_UNFINISHED}.new"
+        for left in (skeleton, skeleton.with_name(skeleton.name + _TEMPORARY)):
+            shutil.rmtree(left, ignore_errors=True)
         context = ocp.Context()
         context.array.saving.use_ocdbt = False
         tree: dict = {}
@@ -318,7 +311,8 @@ class PieceWriter:
             description["codecs"] = [{"name": "bytes", **endian}]
             _write(folder / "zarr.json", json.dumps(description).encode())
             shutil.rmtree(folder / "c")
-        os.rename(skeleton, self._step)
+        _write(skeleton / _IDENTITY, identity.encode())
+        os.rename(skeleton, self._unfinished)
 
 
 def _open(folder: Path, name: str, packed: bool, leaf: Any) -> Pieced:
