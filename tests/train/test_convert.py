@@ -338,6 +338,17 @@ def test_a_scale_that_is_nan_is_named(copy_golden, tmp_path, experts):
     assert os.listdir(tmp_path / "out" / "checkpoints") == ["unfinished"]
 
 
+@pytest.mark.parametrize("damage", ["missing", "cut short"])
+def test_a_damaged_import_is_not_taken_for_zeros(tmp_path, small_pieces, damage):
+    import_checkpoint(DATA / "kimi_linear_tiny", tmp_path / "in")
+    piece = tmp_path / "in" / "checkpoints" / "0" / "state" / "params.embed_tokens" / "c" / "1" / "0"
+    piece.unlink() if damage == "missing" else piece.write_bytes(piece.read_bytes()[:-1])
+    with pytest.raises(ValueError, match=rf"{piece}: missing" if damage == "missing" else "/0: cannot be read"):
+        restore_weights(tmp_path / "in")
+    with pytest.raises(ValueError, match="'params.embed_tokens' cannot be read"):
+        export_checkpoint(tmp_path / "in", tmp_path / "out")
+
+
 def test_a_source_that_changed_is_another_one(copy_golden, tmp_path, monkeypatch):
     copy = copy_golden("kimi_linear_tiny")
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
