@@ -27,7 +27,7 @@ from jax.sharding import SingleDeviceSharding
 from orbax.checkpoint import multihost
 from orbax.checkpoint import v1 as ocp
 
-from k3jax.hf.pieces import PIECE_BYTES, Box, Pieced
+from k3jax.hf.pieces import PIECE_BYTES, Box, Pieced, boxes
 
 # Orbax logs the traceback of a failed save from each of its threads; here the failure is raised, as one line.
 logging.getLogger("absl").addFilter(lambda record: f"{os.sep}orbax{os.sep}" not in record.pathname)
@@ -37,6 +37,7 @@ _LATE_MS = 3_600_000  # a process that died is noticed by its heartbeat; one tha
 _meetings = itertools.count()
 _ARRAYS = "state"  # what Orbax calls the arrays of a step
 _UNFINISHED = "unfinished"  # folder beside the steps, of a step that is written piece by piece
+_IDENTITY = "identity"  # file in it: what it is the beginning of
 _COMMITTED = ("_CHECKPOINT_METADATA", "commit_success.txt")  # what a whole step holds besides its arrays
 
 
@@ -170,8 +171,7 @@ class Checkpoints:
         """The arrays of `step` by dotted path, to be read in the pieces they were written in."""
         leaves = _leaves(self._metadata(step).metadata)
         folder = self.folder / str(step) / _ARRAYS
-        packed = json.loads((folder / "_METADATA").read_text())["use_ocdbt"]
-        return {name: _open(folder, name, packed, leaf) for name, leaf in leaves.items()}
+        return {name: _open(folder, name, leaf) for name, leaf in leaves.items()}
 
     def restore(
         self, step: int, abstract_state: Any, partial: bool = False, widen: bool = False
@@ -185,7 +185,12 @@ class Checkpoints:
         """
         metadata = self._metadata(step)
         path = self.folder / str(step)
-        _check(path, _leaves(metadata.metadata), _leaves(abstract_state), partial, widen)
+        found, wanted = _leaves(metadata.metadata), _leaves(abstract_state)
+        _check(path, found, wanted, partial, widen)
+        for name in wanted if (path / _IDENTITY).exists() else ():
+            for box in boxes(found[name].shape, piece := found[name].storage_metadata.chunk_shape):
+                if not (file := _piece(path / _ARRAYS / name, piece, box)).exists():  # Orbax would take it for zeros
+                    raise CheckpointError(f"{file}: missing; import the checkpoint again")
         device = SingleDeviceSharding(jax.local_devices()[0])
         placed = jax.tree.map(
             lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding or device),
@@ -256,20 +261,12 @@ class PieceWriter:
     def __init__(self, folder: str | Path, step: int, leaves: Mapping[tuple[str, ...], Pieced], meta: dict, identity: str):
         self.folder, self.step, self._leaves = Path(folder).absolute(), step, leaves
         self._unfinished = self.folder / _UNFINISHED
-        self._step = self._unfinished / str(step)
-        if newest := _step_folders(self.folder):
-            shutil.rmtree(self._unfinished, ignore_errors=True)  # what a commit that was cut short has left
-            raise CheckpointError(f"{self.folder}: already holds step {newest[-1]}; choose another folder")
-        note = self._unfinished / "identity"
-        found = note.read_text() if note.exists() else None
-        if found not in (None, identity):
+        if steps := _step_folders(self.folder):
+            raise CheckpointError(f"{self.folder}: already holds step {steps[-1]}; choose another folder")
+        if not self._unfinished.exists():
+            self._lay_out(meta, identity)
+        elif (self._unfinished / _IDENTITY).read_text() != identity:
             raise CheckpointError(f"{self._unfinished}: holds the beginning of another import; remove it first")
-        if found is None:
-            shutil.rmtree(self._unfinished, ignore_errors=True)
-            self._unfinished.mkdir(parents=True)
-            _write(note, identity.encode())
-        if not self._step.exists():
-            self._lay_out(meta)
 
     def has(self, path: tuple[str, ...], box: Box) -> bool:
         return self._file(path, box).exists()
@@ -287,18 +284,17 @@ class PieceWriter:
             for box in leaf.boxes():
                 if not self.has(path, box):
                     raise CheckpointError(f"{self._file(path, box)}: missing; it was removed while the others were written")
-        os.rename(self._step, self.folder / str(self.step))
+        os.rename(self._unfinished, self.folder / str(self.step))
         _sync(self.folder)
-        shutil.rmtree(self._unfinished)
 
     def _file(self, path: tuple[str, ...], box: Box) -> Path:
-        number = [str(part.start // step) for part, step in zip(box, self._leaves[path].piece, strict=True)]
-        return self._step.joinpath(_ARRAYS, ".".join(path), "c", *number)
+        return _piece(self._unfinished / _ARRAYS / ".".join(path), self._leaves[path].piece, box)
 
-    def _lay_out(self, meta: dict) -> None:
+    def _lay_out(self, meta: dict, identity: str) -> None:
         """Has Orbax save arrays of one value, and makes them as large as they will be."""
-        skeleton = self._unfinished / "skeleton"
-        shutil.rmtree(skeleton, ignore_errors=True)
+        skeleton = self.folder / f"{_UNFINISHED}.new"
+        for left in (skeleton, skeleton.with_name(skeleton.name + _TEMPORARY)):
+            shutil.rmtree(left, ignore_errors=True)
         context = ocp.Context()
         context.array.saving.use_ocdbt = False
         tree: dict = {}
@@ -318,19 +314,26 @@ class PieceWriter:
             description["codecs"] = [{"name": "bytes", **endian}]
             _write(folder / "zarr.json", json.dumps(description).encode())
             shutil.rmtree(folder / "c")
-        os.rename(skeleton, self._step)
+        _write(skeleton / _IDENTITY, identity.encode())
+        os.rename(skeleton, self._unfinished)
 
 
-def _open(folder: Path, name: str, packed: bool, leaf: Any) -> Pieced:
-    """An array of a step on disk; `packed`: Orbax put the step's arrays together in a database."""
-    if packed:
-        store = {"driver": "ocdbt", "base": f"file://{folder}/", "path": f"{name}/"}
-    else:
+def _piece(array: Path, piece: tuple[int, ...], box: Box) -> Path:
+    """The file that holds a piece of an array, a chunk of Zarr 3."""
+    return array.joinpath("c", *(str(part.start // step) for part, step in zip(box, piece, strict=True)))
+
+
+def _open(folder: Path, name: str, leaf: Any) -> Pieced:
+    """An array of a step on disk: a folder of files, or an entry of the database that Orbax keeps small files in."""
+    if (folder / name).exists():
         store = {"driver": "file", "path": f"{folder / name}/"}
+    else:
+        store = {"driver": "ocdbt", "base": f"file://{folder}/", "path": f"{name}/"}
+    specification = {"driver": "zarr3", "kvstore": store, "fill_missing_data_reads": False}
 
     def read(box: Box) -> np.ndarray:
         try:
-            return ts.open({"driver": "zarr3", "kvstore": store}, read=True, open=True).result()[box].read().result()
+            return ts.open(specification, read=True, open=True).result()[box].read().result()
         except ValueError as error:
             raise CheckpointError(f"{folder.parent}: '{name}' cannot be read ({_reason(error)})") from error
 

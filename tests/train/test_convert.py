@@ -1,6 +1,7 @@
 """Import and export in pieces: the same bytes, however often they were stopped, and nothing that is not whole."""
 
 import errno
+import itertools
 import json
 import os
 import resource
@@ -272,32 +273,44 @@ def full_disk():
     resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
+def failing(call, at):
+    """`call`, but that the disk is full when it is called for the `at`-th time."""
+    calls = itertools.count(1)
+
+    def counted(*arguments):
+        if next(calls) == at:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return call(*arguments)
+
+    return counted
+
+
 def test_no_space_left(tmp_path, full_disk, monkeypatch):
     source, before = DATA / "k3_tiny", set(os.listdir(tmp_path))
+    needs = "bytes of disk are needed; the same command goes on from what was written"
+
     full_disk(True)
-    with pytest.raises(CheckpointError) as error:
+    with pytest.raises(CheckpointError, match=rf"in: writing failed \(File too large\); [0-9]+ {needs}$"):
         import_checkpoint(source, tmp_path / "in")
     full_disk(False)
-    needs = r"bytes of disk are needed; the same command goes on from what was written"
-    assert str(error.value).startswith(f"{tmp_path / 'in'}: writing failed (File too large); ") and needs in str(
-        error.value
-    )
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "fsync", failing(os.fsync, 300))
+        with pytest.raises(CheckpointError, match=rf"in: writing failed \(No space left on device\); [0-9]+ {needs}$"):
+            import_checkpoint(source, tmp_path / "in")
     assert os.listdir(tmp_path / "in" / "checkpoints") == ["unfinished"]
+    assert len([path for path in (tmp_path / "in").rglob("c/**/*") if path.is_file()]) > 50
     import_checkpoint(source, tmp_path / "in")
+
     full_disk(True)
-    with pytest.raises(CheckpointError, match=rf"writing failed \(File too large\); 1296800 {needs}"):
+    with pytest.raises(CheckpointError, match=rf"out: writing failed \(File too large\); 1296800 {needs}$"):
         export_checkpoint(tmp_path / "in", tmp_path / "out")
     full_disk(False)
-
-    def no_space(*_):
-        raise OSError(errno.ENOSPC, "No space left on device")
-
-    with (
-        monkeypatch.context() as patch,
-        pytest.raises(CheckpointError, match=rf"\(No space left on device\); 1296800 {needs}"),
-    ):
-        patch.setattr(os, "fdatasync", no_space)
-        export_checkpoint(tmp_path / "in", tmp_path / "out")
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "fdatasync", failing(os.fdatasync, 1))
+        with pytest.raises(CheckpointError, match=rf"out: writing failed \(No space left on device\); 1296800 {needs}$"):
+            export_checkpoint(tmp_path / "in", tmp_path / "out")
+    with pytest.raises(ValueError):
+        load_hf(tmp_path / "out")
     export_checkpoint(tmp_path / "in", tmp_path / "out")
     assert tensors(tmp_path / "out") == tensors(source)
     assert set(os.listdir(tmp_path)) - before == {"in", "out"}  # nothing beside them
@@ -321,6 +334,17 @@ def test_a_scale_that_is_nan_is_named(copy_golden, tmp_path, experts):
     with pytest.raises(CheckpointError, match=f"{name}: 1 of its 64 scale codes are 0xFF"):
         import_checkpoint(copy.folder, tmp_path / "out", experts=experts)
     assert os.listdir(tmp_path / "out" / "checkpoints") == ["unfinished"]
+
+
+@pytest.mark.parametrize("damage", ["missing", "cut short"])
+def test_a_damaged_import_is_not_taken_for_zeros(tmp_path, small_pieces, damage):
+    import_checkpoint(DATA / "kimi_linear_tiny", tmp_path / "in")
+    piece = tmp_path / "in" / "checkpoints" / "0" / "state" / "params.embed_tokens" / "c" / "1" / "0"
+    piece.unlink() if damage == "missing" else piece.write_bytes(piece.read_bytes()[:-1])
+    with pytest.raises(ValueError, match=rf"{piece}: missing" if damage == "missing" else "/0: cannot be read"):
+        restore_weights(tmp_path / "in")
+    with pytest.raises(ValueError, match="'params.embed_tokens' cannot be read"):
+        export_checkpoint(tmp_path / "in", tmp_path / "out")
 
 
 def test_a_source_that_changed_is_another_one(copy_golden, tmp_path, monkeypatch):
