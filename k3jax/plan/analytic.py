@@ -179,8 +179,8 @@ def bytes_moved(config: ModelConfig, workload: Workload, strategy: Strategy, har
     """Bytes to and from memory by kind of layer, of a step.
 
     Every product reads its two factors and writes its result once a pass, of the experts those that were chosen. KDA
-    reads and writes its state, attention its latents, the mixture over depth its sources; training also reads and writes
-    every parameter, gradient and moment once in the optimizer.
+    reads and writes its state, attention its latents, the mixture over depth its sources; training also reads and
+    writes every parameter, gradient and moment once in the optimizer.
     """
     mesh, s = vars(strategy.mesh), products.sizes(config, workload, strategy)
     training = isinstance(workload, Train)
@@ -211,8 +211,8 @@ def bytes_moved(config: ModelConfig, workload: Workload, strategy: Strategy, har
 def expert_reads(
     config: ModelConfig, workload: Workload, strategy: Strategy, hardware: Hardware, s: products.Sizes
 ) -> float:
-    """Bytes moved of the resident experts, over their bytes as bfloat16: 4.25 bits of those that a token chose where they
-    stay packed; where they do not, all are read packed and written unpacked first."""
+    """Bytes moved of the resident experts, over their bytes as bfloat16: 4.25 bits of those that a token chose where
+    they stay packed; where they do not, all are read packed and written unpacked first."""
     used = products.used_share(config, workload, strategy)
     if isinstance(workload, Train) or workload.experts != "packed":
         return used

@@ -85,7 +85,7 @@ def sentence(p: Prediction) -> str:
 def variant(p: Prediction) -> str:
     """What a strategy chose beside its mesh."""
     if isinstance(p.workload, Serve):
-        return ""
+        return "" if p.workload.experts == "packed" else ", bfloat16 experts"
     parts = f", batch in {p.workload.grad_accum} parts" if p.workload.grad_accum > 1 else ""
     return (", recomputing" if p.workload.remat else ", keeping activations") + parts
 

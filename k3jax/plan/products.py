@@ -237,7 +237,7 @@ PACKED_ROWS = 512  # of `k3jax/ops/packed.py`
 
 
 def stays_packed(workload: Serve, strategy: Strategy, hardware: Hardware, s: Sizes) -> bool:
-    """Whether packed experts are multiplied as they are, by the kernel for few rows on TPUs; else layers are unpacked."""
+    """Whether packed experts are multiplied as they are, by a kernel for few rows on TPUs; else layers are unpacked."""
     few = s.pairs <= PACKED_ROWS if s.ways == 1 else fixed_window(s.pairs) <= PACKED_ROWS
     return workload.experts == "packed" and hardware.torus > 0 and strategy.mesh.fsdp == 1 and few
 
