@@ -90,11 +90,9 @@ def test_the_count_is_that_of_cost_analysis():
     )
 
 
-@pytest.mark.parametrize("remat", [True, False])
-def test_flops_of_a_training_step(remat):
-    workload = Train(batch=2, sequence=256, qat=remat, remat=remat)
-    train = TrainConfig(qat=remat, remat=remat)
-    config = RunConfig(MODEL, DataConfig(seq_len=256, batch_size=2), train)
+def test_flops_of_a_training_step():
+    workload = Train(batch=2, sequence=256)
+    config = RunConfig(MODEL, DataConfig(seq_len=256, batch_size=2), TrainConfig())
     mesh = make_mesh(devices=jax.devices()[:1])
     with jax.set_mesh(mesh):
         state, shardings = training.abstract_state(config, mesh)
@@ -103,6 +101,15 @@ def test_flops_of_a_training_step(remat):
         text = training.make_train_step(config, shardings).lower(state, batch).compile().as_text()
     counted = dot_flops(text, loops(workload))
     assert sum(products.flops(MODEL, workload, ONE).values()) == pytest.approx(counted, rel=0.03)
+
+
+def test_what_is_kept_is_not_computed_again():
+    again, kept = (products.flops(MODEL, Train(2, 256, remat=remat), ONE) for remat in (True, False))
+    every = products.model(MODEL, Train(2, 256), ONE)
+    forward = sum(
+        product.flops * layers for product, layers in every if product.again
+    )  # all but the head and last mixture
+    assert sum(again.values()) - sum(kept.values()) == pytest.approx(forward)
 
 
 def test_flops_of_a_decoding_step():
