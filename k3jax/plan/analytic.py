@@ -102,8 +102,8 @@ def evaluate(
     """`predict` for sizes that are known to fit together."""
     mesh = vars(strategy.mesh)
     found = products.model(config, workload, strategy)
-    given, held = arguments(config, workload, strategy), memory.temporaries(config, workload, strategy)
-    flops, moved = products.flops(config, workload, strategy), bytes_moved(config, workload, strategy)
+    given, held = arguments(config, workload, strategy), memory.temporaries(config, workload, strategy, hardware)
+    flops, moved = products.flops(config, workload, strategy), bytes_moved(config, workload, strategy, hardware)
     compute = compute_seconds(found, workload, hardware)
     read = {kind: n / hardware.bandwidth for kind, n in moved.items()}
     transfers = communication.transfers(config, workload, strategy)
@@ -148,9 +148,9 @@ def capacity(hardware: Hardware) -> float:
     return hardware.memory * (1 - RESERVED)
 
 
-def memory_bytes(config: ModelConfig, workload: Workload, strategy: Strategy) -> float:
+def memory_bytes(config: ModelConfig, workload: Workload, strategy: Strategy, hardware: Hardware) -> float:
     """`Prediction.memory` alone."""
-    held = memory.temporaries(config, workload, strategy)
+    held = memory.temporaries(config, workload, strategy, hardware)
     return sum(arguments(config, workload, strategy).values()) + sum(held.values())
 
 
@@ -175,12 +175,12 @@ def compute_seconds(found, workload: Workload, hardware: Hardware) -> dict[str, 
     return dict(total)
 
 
-def bytes_moved(config: ModelConfig, workload: Workload, strategy: Strategy) -> dict[str, float]:
+def bytes_moved(config: ModelConfig, workload: Workload, strategy: Strategy, hardware: Hardware) -> dict[str, float]:
     """Bytes to and from memory by kind of layer, of a step.
 
-    Every product reads its two factors and writes its result once a pass; weights of resident experts are read as they
-    are stored. KDA reads and writes its state, attention its latents, the mixture over depth all sources; training also
-    reads and writes every parameter, gradient and moment once in the optimizer.
+    Every product reads its two factors and writes its result once a pass, of the experts those that were chosen. KDA
+    reads and writes its state, attention its latents, the mixture over depth its sources; training also reads and
+    writes every parameter, gradient and moment once in the optimizer.
     """
     mesh, s = vars(strategy.mesh), products.sizes(config, workload, strategy)
     training = isinstance(workload, Train)
@@ -190,7 +190,7 @@ def bytes_moved(config: ModelConfig, workload: Workload, strategy: Strategy) -> 
         wide = communication.WIDE if product.wide else communication.NARROW
         weight = product.inner * product.outer * product.count
         if product.kind == "experts":
-            weight *= s.experts * (PACKED if not training and workload.experts == "packed" else 1)
+            weight *= s.experts * expert_reads(config, workload, strategy, hardware, s)
         moved = product.count * product.rows * (product.inner + product.outer)
         if product.kind == "MLA" and not product.weight:
             weight, moved = 0, product.count * product.rows * min(product.inner, product.outer)
@@ -206,6 +206,17 @@ def bytes_moved(config: ModelConfig, workload: Workload, strategy: Strategy) -> 
         total["KDA"] += arrays.kda_state_bytes(config, s.rows, heads)  # written; the products read it
         total["MLA"] += arrays.mla_cache_bytes(config, s.rows, s.keys)
     return dict(total)
+
+
+def expert_reads(
+    config: ModelConfig, workload: Workload, strategy: Strategy, hardware: Hardware, s: products.Sizes
+) -> float:
+    """Bytes moved of the resident experts, over their bytes as bfloat16: 4.25 bits of those that a token chose where
+    they stay packed; where they do not, all are read packed and written unpacked first."""
+    used = products.used_share(config, workload, strategy)
+    if isinstance(workload, Train) or workload.experts != "packed":
+        return used
+    return PACKED * used if products.stays_packed(workload, strategy, hardware, s) else PACKED + 1 + used
 
 
 def attnres_bytes(config: ModelConfig, workload: Workload, s: products.Sizes) -> float:

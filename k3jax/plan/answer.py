@@ -22,7 +22,8 @@ ASSUMPTIONS = (
     "A step takes, for each kind of layer, the longer of its compute and memory time; or its communication, if that is "
     "longer than all of them: everything that is sent overlaps with what is computed.",
     "Products that ask for highest precision in float32 (the KDA recurrence) take six bfloat16 products.",
-    "Experts' loads are balanced, which the router's balancing aims at.",
+    "Experts' loads are balanced, which the router's balancing aims at; experts that no token chose are not read. "
+    "Packed experts are multiplied packed on TPUs where rows are few, and unpacked a layer at a time elsewhere.",
     "Memory is arguments and temporaries of the worst moment; 2 % of a device's memory is left to fragments.",
     "A chip of TPU 7x is two devices. The mesh's last axes lie nearest to each other.",
     "On a torus a group takes its share of the dimensions; an exchange of all with all is bound by the middle of its "
@@ -84,7 +85,7 @@ def sentence(p: Prediction) -> str:
 def variant(p: Prediction) -> str:
     """What a strategy chose beside its mesh."""
     if isinstance(p.workload, Serve):
-        return ""
+        return "" if p.workload.experts == "packed" else ", bfloat16 experts"
     parts = f", batch in {p.workload.grad_accum} parts" if p.workload.grad_accum > 1 else ""
     return (", recomputing" if p.workload.remat else ", keeping activations") + parts
 

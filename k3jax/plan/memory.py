@@ -7,15 +7,27 @@ import math
 from k3jax.config import LayerKind, ModelConfig
 from k3jax.plan.arrays import gradient_bytes
 from k3jax.plan.communication import NARROW, WIDE, gathered_layer
-from k3jax.plan.products import CHUNK, GROUP, KEY_BLOCK, LOSS_CHUNK, Sizes, absorbed, expert_rows, fixed_window, sizes
+from k3jax.plan.hardware import Hardware
+from k3jax.plan.products import (
+    CHUNK,
+    GROUP,
+    KEY_BLOCK,
+    LOSS_CHUNK,
+    Sizes,
+    absorbed,
+    expert_rows,
+    fixed_window,
+    sizes,
+    stays_packed,
+)
 from k3jax.plan.setting import Serve, Strategy, Train, Workload
 
 
-def temporaries(config: ModelConfig, workload: Workload, strategy: Strategy) -> dict[str, float]:
+def temporaries(config: ModelConfig, workload: Workload, strategy: Strategy, hardware: Hardware) -> dict[str, float]:
     """Bytes by purpose, all held at the worst moment: the derivative of one layer, or of all without remat."""
     mesh, s = vars(strategy.mesh), sizes(config, workload, strategy)
     if isinstance(workload, Serve):
-        return _serving(config, workload, strategy, s)
+        return _serving(config, workload, strategy, hardware, s)
     exchange = exchange_buffers(config, strategy, s)
     worst = max(config.layers, key=lambda kind: layer_activations(config, kind, s) + exchange * (kind.ffn == "moe"))
     layers = [worst] if workload.remat else config.layers  # recomputed one by one, or all kept
@@ -31,7 +43,9 @@ def temporaries(config: ModelConfig, workload: Workload, strategy: Strategy) -> 
     return found
 
 
-def _serving(config: ModelConfig, workload: Serve, strategy: Strategy, s: Sizes) -> dict[str, float]:
+def _serving(
+    config: ModelConfig, workload: Serve, strategy: Strategy, hardware: Hardware, s: Sizes
+) -> dict[str, float]:
     mesh = vars(strategy.mesh)
     found = {
         "activations": depth_sources(config, s)
@@ -41,7 +55,7 @@ def _serving(config: ModelConfig, workload: Serve, strategy: Strategy, s: Sizes)
     }
     if mesh["fsdp"] > 1:
         found["gathered weights"] = gathered_layer(config, workload, mesh)
-    elif workload.experts == "packed":
+    elif workload.experts == "packed" and not stays_packed(workload, strategy, hardware, s):
         found["unpacked experts"] = unpacked_experts(config, s)
     return found
 
@@ -84,7 +98,8 @@ def mla_activations(config: ModelConfig, s: Sizes, training: bool) -> float:
     blocks = math.ceil(s.keys / KEY_BLOCK) if training else 2
     block = min(s.keys, KEY_BLOCK)
     work = n * H * block * (WIDE + NARROW) + s.rows * block * H * (K + V) * NARROW
-    return n * H * ((K + R + 3 * V) * NARROW + blocks * (width + 2) * WIDE) + s.rows * s.keys * (L + R) * NARROW + work
+    latents = s.rows * s.keys * (L + R) * NARROW if training else 0.0  # a cache is read where it lies
+    return n * H * ((K + R + 3 * V) * NARROW + blocks * (width + 2) * WIDE) + latents + work
 
 
 def dense_activations(s: Sizes) -> float:

@@ -163,9 +163,8 @@ def _bars(count: int, more: float = 0.0) -> tuple[Figure, object]:
 def _finish(axes, chosen: Sequence[Prediction], label: str, legend: int = 5) -> None:
     several = len({(p.devices, p.hardware) for p in chosen}) > 1
     where = lambda p: f"{p.devices} {p.hardware}\n" if several else ""  # noqa: E731
-    stored = lambda p: f" ({p.workload.experts})" if several and hasattr(p.workload, "experts") else ""  # noqa: E731
     kinds = {variant(p) for p in chosen}
-    names = [f"{where(p)}{p.row}{variant(p) if len(kinds) > 1 else ''}{stored(p)}" for p in chosen]
+    names = [f"{where(p)}{p.row}{variant(p) if len(kinds) > 1 else ''}" for p in chosen]
     axes.set_yticks(range(len(chosen)), names, fontsize=8)
     axes.invert_yaxis()
     axes.set_xlabel(label, fontsize=9)

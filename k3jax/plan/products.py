@@ -11,6 +11,7 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from k3jax.config import LayerKind, ModelConfig, Segment
+from k3jax.plan.hardware import Hardware
 from k3jax.plan.setting import Serve, Strategy, Train, Workload
 from k3jax.rules import pieces
 
@@ -222,6 +223,23 @@ def expert_rows(s: Sizes, exchange: str) -> float:
     size += -size % 8
     load = s.pairs / s.experts
     return s.experts * size * (math.ceil(load / size) if load <= size else load / size + 0.5)
+
+
+def used_share(config: ModelConfig, workload: Workload, strategy: Strategy) -> float:
+    """Part of its resident experts that a device reads, those that any token chose: 1 - (1 - k/E)^n of n tokens with
+    random choices."""
+    mesh, new = strategy.mesh, workload.sequence if isinstance(workload, Train) else workload.new
+    tokens = workload.batch * new / (mesh.data * mesh.fsdp)
+    return 1 - (1 - config.num_experts_per_token / config.num_experts) ** tokens
+
+
+PACKED_ROWS = 512  # of `k3jax/ops/packed.py`
+
+
+def stays_packed(workload: Serve, strategy: Strategy, hardware: Hardware, s: Sizes) -> bool:
+    """Whether packed experts are multiplied as they are, by a kernel for few rows on TPUs; else layers are unpacked."""
+    few = s.pairs <= PACKED_ROWS if s.ways == 1 else fixed_window(s.pairs) <= PACKED_ROWS
+    return workload.experts == "packed" and hardware.torus > 0 and strategy.mesh.fsdp == 1 and few
 
 
 def fixed_window(balanced: float) -> int:

@@ -68,9 +68,10 @@ def _section(answer: Answer, number: int) -> str:
         f'<section id="q{number}"><h2>{escape(answer.question)}</h2><p class="answer">{escape(answer.text)}</p>',
     ]
     if answer.chosen:
+        priced = answer.chosen[0].cost_per_million_tokens is not None
         parts += [
             "<h3>Strategies</h3>",
-            _table(_STRATEGIES, map(_strategy_row, answer.chosen), "wide first"),
+            _table(_STRATEGIES[: None if priced else -1], map(_strategy_row, answer.chosen), "wide first"),
             "<h3>Memory</h3>",
             pictures.svg(pictures.memory(answer.chosen), f"memory{number}"),
             "<h3>Rooflines</h3>",
@@ -98,11 +99,11 @@ _STRATEGIES = ("strategy", "GB", "of", "compute", "memory", "sent", "step", "tok
 
 def _strategy_row(p: Prediction) -> list[str]:
     times = map(duration, (p.compute_seconds, p.memory_seconds, p.communication_seconds, p.step_seconds))
-    cost = "" if p.cost_per_million_tokens is None else f"{p.cost_per_million_tokens:,.2f}"
+    cost = [] if p.cost_per_million_tokens is None else [f"{p.cost_per_million_tokens:,.2f}"]
     used = f"{p.memory / 1e9:.1f}" if p.fits else f'<span class="no">{p.memory / 1e9:.1f}</span>'
     name = escape(f"{p.devices:,} {p.hardware}: {p.row}{variant(p)}")
     rates = f"{p.tokens_per_second:,.0f}", f"{percent(p.mfu)}"
-    return [name, used, f"{p.capacity / 1e9:.1f}", *times, *rates, cost]
+    return [name, used, f"{p.capacity / 1e9:.1f}", *times, *rates, *cost]
 
 
 def _work(p: Prediction) -> str:

@@ -95,7 +95,7 @@ def search(
                 refused += len(choice)
                 continue
             for option in choice:
-                memory = analytic.memory_bytes(config, option, strategy)
+                memory = analytic.memory_bytes(config, option, strategy, hardware)
                 (fits if memory <= analytic.capacity(hardware) else tight).append((memory, option, strategy))
     evaluate = lambda found: analytic.evaluate(config, *found[1:], hardware, price)  # noqa: E731
     ranked = sorted(map(evaluate, fits), key=lambda p: (p.step_seconds, p.serial_seconds, p.memory))

@@ -22,7 +22,7 @@ MODEL = ModelConfig(
     vocab_size=512,
     hidden_size=256,
     intermediate_size=512,
-    num_hidden_layers=3,
+    num_hidden_layers=2,
     num_attention_heads=4,
     kv_lora_rank=64,
     qk_nope_head_dim=64,
@@ -30,8 +30,8 @@ MODEL = ModelConfig(
     v_head_dim=64,
     q_lora_rank=128,
     mla_use_output_gate=True,
-    kda_layers=(1, 2),
-    full_attn_layers=(3,),
+    kda_layers=(1,),
+    full_attn_layers=(2,),
     kda_head_dim=64,
     kda_num_heads=4,
     gate_lower_bound=-5.0,
@@ -90,11 +90,9 @@ def test_the_count_is_that_of_cost_analysis():
     )
 
 
-@pytest.mark.parametrize("remat", [True, False])
-def test_flops_of_a_training_step(remat):
-    workload = Train(batch=2, sequence=256, qat=remat, remat=remat)
-    train = TrainConfig(qat=remat, remat=remat)
-    config = RunConfig(MODEL, DataConfig(seq_len=256, batch_size=2), train)
+def test_flops_of_a_training_step():
+    workload = Train(batch=2, sequence=256)
+    config = RunConfig(MODEL, DataConfig(seq_len=256, batch_size=2), TrainConfig())
     mesh = make_mesh(devices=jax.devices()[:1])
     with jax.set_mesh(mesh):
         state, shardings = training.abstract_state(config, mesh)
@@ -103,6 +101,15 @@ def test_flops_of_a_training_step(remat):
         text = training.make_train_step(config, shardings).lower(state, batch).compile().as_text()
     counted = dot_flops(text, loops(workload))
     assert sum(products.flops(MODEL, workload, ONE).values()) == pytest.approx(counted, rel=0.03)
+
+
+def test_what_is_kept_is_not_computed_again():
+    again, kept = (products.flops(MODEL, Train(2, 256, remat=remat), ONE) for remat in (True, False))
+    every = products.model(MODEL, Train(2, 256), ONE)
+    forward = sum(
+        product.flops * layers for product, layers in every if product.again
+    )  # all but the head and last mixture
+    assert sum(again.values()) - sum(kept.values()) == pytest.approx(forward)
 
 
 def test_flops_of_a_decoding_step():

@@ -133,7 +133,7 @@ def test_what_does_not_fit_says_by_how_much_and_where():
     ):
         answer.best(KIMI_K3, Train(batch=8), H200, 8)
     with pytest.raises(ValueError, match="no mesh divides the model and the workload"):
-        answer.best(KIMI_K3, Serve(batch=1), H200, 11)
+        answer.best(KIMI_K3, Train(batch=8), H200, 11)
     with pytest.raises(ValueError, match="devices=8: must be mesh.data.*=4"):
         setting.mesh_for(MeshConfig(fsdp=4), 8)
     with pytest.raises(ValueError, match="hardware=v9: must be one of v5e, v5p, v6e, tpu7x, h100"):
