@@ -32,6 +32,13 @@ AXES: dict[str, tuple[str | None, ...]] = {
     **dict.fromkeys(
         (f"w{i}_{part}" for i in (1, 2, 3) for part in ("packed", "scale")), ("experts", "expert_out", None)
     ),
+    # The vision tower and its projector.
+    "wqkv": (None, None, None, "embed"),
+    "wo": ("embed", None, None),
+    "proj": ("embed", None, None, None),
+    "pos_emb": (None, None, "embed"),
+    **dict.fromkeys(("fc0", "proj_0"), (None, "embed")),
+    **dict.fromkeys(("fc1", "proj_2"), ("embed", None)),
 }
 
 
@@ -46,17 +53,15 @@ class Array(NamedTuple):
 
 @lru_cache(maxsize=64)
 def parameters(config: ModelConfig, experts: str, narrow: int) -> tuple[Array, ...]:
-    """The text model's variables, experts "dequantized" or "packed"; what is released in bfloat16 has `narrow` bytes.
+    """The model's variables, experts "dequantized" or "packed"; what is released in bfloat16 has `narrow` bytes.
 
     Example:
-        >>> sum(math.prod(x.shape) for x in parameters(cfg, "dequantized", 4))
+        >>> sum(math.prod(x.shape) for x in parameters(dataclasses.replace(cfg, vision=None), "dequantized", 4))
         2779484476000
     """
     stored = {leaf.path: leaf for leaf in table(config)}
     found = []
     for path, shape in tree_shapes(config, experts).items():
-        if path[0] == "vision":
-            continue
         leaf = stored.get(path)
         itemsize = narrow if leaf is None or leaf.dtype == "BF16" else DTYPES[leaf.dtype].itemsize
         axes = AXES.get(path[-1], ())
