@@ -98,12 +98,50 @@ class Layer(nn.Module):
         return Depth(sources, tape, count), cache, stats
 
 
+def recomputed(layer: Layer):
+    """`layer` without a cache, as a function of its variables that keeps, for the backward pass, its running sum alone,
+    and computes the rest again: (variables, depth, starts_block, inputs) -> (depth, stats).
+
+    Finished blocks come back as in `read_depth`.
+    """
+
+    def forward(variables, depth, starts_block, inputs):
+        depth, _, stats = layer.apply(variables, depth, starts_block, inputs, None)
+        return depth, stats
+
+    def keep(variables, depth, starts_block, inputs):
+        running = jax.lax.dynamic_index_in_dim(depth.sources, depth.count, 0, keepdims=False)
+        return forward(variables, depth, starts_block, inputs), (variables, running, depth.count, starts_block, inputs)
+
+    def backward(kept, cotangents):
+        variables, running, count, starts_block, inputs = kept
+        (d_sources, values, _), _ = cotangents
+        # Else a compiler that unrolls the loop over layers finds both passes alike and keeps what the first computed.
+        running, values, d_sources = jax.lax.optimization_barrier((running, values, d_sources))
+        slot = jnp.arange(values.shape[0], dtype=jnp.int32)[:, None, None, None]
+        values = jnp.where(slot < count, values, jnp.where(slot == count, running[None], jnp.zeros((), values.dtype)))
+
+        def again(params, sources):
+            depth = Depth(sources, jnp.zeros_like(sources), count)
+            depth, _ = forward(variables | {"params": params}, depth, starts_block, inputs)
+            return keep_depth(depth.sources, depth.tape)
+
+        _, pull = jax.vjp(again, variables["params"], values)
+        d_params, d_sources = pull(d_sources)
+        return {name: d_params if name == "params" else None for name in variables}, Depth(d_sources, values, None), None, None
+
+    function = jax.custom_vjp(forward)
+    function.defvjp(keep, backward)
+    return function
+
+
 class Unit(nn.Module):
     """A segment's unit of layers, the body that `nn.scan` repeats."""
 
     cfg: ModelConfig
     policy: Policy
     kinds: tuple[LayerKind, ...]
+    remat: bool = False
 
     @nn.compact
     def __call__(self, depth: Depth, first_layer: Array, cache: dict | None, inputs: dict):
@@ -113,7 +151,11 @@ class Unit(nn.Module):
             starts = index % (self.cfg.attn_res_block_size or 1) == 0
             name = f"layer_{j}"
             layer = Layer(self.cfg, self.policy, kind, name=name)
-            depth, new_cache[name], layer_stats = layer(depth, starts, inputs, cache and cache[name])
+            if self.remat and cache is None and not self.is_initializing():
+                new_cache[name] = None
+                depth, layer_stats = recomputed(layer.clone(parent=None, name=None))(layer.variables, depth, starts, inputs)
+            else:
+                depth, new_cache[name], layer_stats = layer(depth, starts, inputs, cache and cache[name])
             if layer_stats is not None:
                 stats[name] = {"block_sparse_moe": layer_stats}
         return depth, (new_cache, stats)
@@ -125,7 +167,7 @@ class K3(nn.Module):
     Attributes:
         cfg: the model.
         dtype, param_dtype, experts, mxfp8_inputs, kda_impl, expert_impl, capacity_drop: see `Policy`.
-        remat: keep only what flows between units for the backward pass and recompute the rest.
+        remat: keep no more than a layer's running sum for its backward pass, and compute the rest again.
 
     Example:
         >>> model = K3(cfg)
@@ -151,16 +193,15 @@ class K3(nn.Module):
         D, std = cfg.hidden_size, cfg.initializer_range
         self.embed_tokens = weight(self, "embed_tokens", (cfg.vocab_size, D), ("vocab", "embed"), std)
         for s, segment in enumerate(cfg.segments):
-            unit = nn.remat(Unit, prevent_cse=False) if self.remat else Unit
             scanned = nn.scan(
-                unit,
+                Unit,
                 variable_axes={"params": 0, "router": 0, "intermediates": 0},
                 split_rngs={"params": True},
                 length=segment.repeats,
                 in_axes=(0, 0, nn.broadcast),
                 metadata_params={nn.PARTITION_NAME: "layers"},
             )
-            setattr(self, f"segment_{s}", scanned(cfg, self.policy, segment.unit))
+            setattr(self, f"segment_{s}", scanned(cfg, self.policy, segment.unit, self.remat))
         if cfg.attn_res_block_size:
             self.output_attn_res_proj = weight(self, "output_attn_res_proj", (D,), (None,), std=0.0)
             self.output_attn_res_norm = weight(self, "output_attn_res_norm", (D,), (None,))

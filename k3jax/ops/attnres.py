@@ -53,18 +53,63 @@ def read_depth(
     return attnres_mix(sources, count, query, norm, eps), sources, tape
 
 
+# The derivative by hand: loops over the slots in use, half of all on average, each read as few times as can be, and the
+# weights of the mixture, 1/D of its size, are kept. Derived from the plain form it takes three times as long.
+
+
 def _read_forward(sources, tape, count, query, norm, eps):
-    running = lax.dynamic_index_in_dim(sources, count, 0, keepdims=False)
-    return read_depth(sources, tape, count, query, norm, eps), (running, count, query, norm)
+    dtype = accumulator(sources.dtype)
+    direction = query.astype(dtype) * norm.astype(dtype)
+
+    def score(j, found):
+        v = _slot(sources, j, dtype)
+        values = jnp.sum(v * direction[None, None], axis=-1), lax.rsqrt(jnp.mean(v * v, axis=-1) + eps)
+        return tuple(lax.dynamic_update_index_in_dim(x, y, j, 0) for x, y in zip(found, values, strict=True))
+
+    zeros = jnp.zeros(sources.shape[:-1], dtype)
+    scores, scale = lax.fori_loop(0, count + 1, score, (zeros, zeros))
+    present = (jnp.arange(sources.shape[0], dtype=jnp.int32) <= count)[:, None, None]
+    weights = jax.nn.softmax(jnp.where(present, scores * scale, -jnp.inf), axis=0)
+
+    def add(j, h):
+        return h + weights[j][..., None] * _slot(sources, j, dtype)
+
+    h = lax.fori_loop(1, count + 1, add, weights[0][..., None] * _slot(sources, 0, dtype))
+    kept = _slot(sources, count, sources.dtype), count, query, norm, scores, scale, weights
+    return (h.astype(sources.dtype), sources, tape), kept
 
 
 def _read_backward(eps, kept, cotangents):
-    running, count, query, norm = kept
+    running, count, query, norm, scores, scale, weights = kept
     d_mix, d_sources, values = cotangents
+    dtype = weights.dtype
     values = lax.dynamic_update_index_in_dim(values, running, count, 0)
-    _, pull = jax.vjp(lambda *x: attnres_mix(x[0], count, *x[1:], eps), values, query, norm)
-    d_values, d_query, d_norm = pull(d_mix)
-    return d_sources + d_values, values, None, d_query, d_norm
+    d_mix = d_mix.astype(dtype)
+    direction = query.astype(dtype) * norm.astype(dtype)
+
+    def weigh(j, d):
+        return lax.dynamic_update_index_in_dim(d, jnp.sum(_slot(values, j, dtype) * d_mix, axis=-1), j, 0)
+
+    d_weights = lax.fori_loop(0, count + 1, weigh, jnp.zeros_like(weights))
+    d_logits = weights * (d_weights - jnp.sum(weights * d_weights, axis=0)[None])
+    along = d_logits * scale  # with the direction, and with the source through its norm
+    inward = -d_logits * scores * scale**3 / values.shape[-1]
+
+    def add(j, sums):
+        d_sources, d_direction = sums
+        v = _slot(values, j, dtype)
+        d_v = weights[j][..., None] * d_mix + along[j][..., None] * direction[None, None] + inward[j][..., None] * v
+        d = _slot(d_sources, j, d_sources.dtype) + d_v.astype(d_sources.dtype)
+        d_direction += jnp.einsum("bt,btd->d", along[j], v)
+        return lax.dynamic_update_index_in_dim(d_sources, d, j, 0), d_direction
+
+    d_sources, d_direction = lax.fori_loop(0, count + 1, add, (d_sources, jnp.zeros_like(direction)))
+    d_query, d_norm = d_direction * norm.astype(dtype), d_direction * query.astype(dtype)
+    return d_sources, values, None, d_query.astype(query.dtype), d_norm.astype(norm.dtype)
+
+
+def _slot(sources: Array, j: Array, dtype) -> Array:
+    return lax.dynamic_index_in_dim(sources, j, 0, keepdims=False).astype(dtype)
 
 
 read_depth.defvjp(_read_forward, _read_backward)
