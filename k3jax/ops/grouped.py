@@ -188,7 +188,9 @@ def ragged_dots(unit: Callable[[Array, Array], Array], x: Array, weights: Array,
 
     def product(rows, w):
         if isinstance(w, Packed) and packed.takes(rows, w):
-            return packed.product(rows, w, pairs.counts)
+            from k3jax.ops import packed_tpu  # Pallas takes half a second to import
+
+            return packed_tpu.product(rows, w, pairs.counts)
         w = w.all(rows.dtype) if isinstance(w, Packed) else w
         return lax.ragged_dot_general(rows, w, pairs.counts, _GROUPED)
 

@@ -4,7 +4,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from k3jax.ops import mx, packed
+from k3jax.ops import mx, packed_tpu
 from k3jax.ops.packed import Packed
 
 LAYERS, E, O, I = 3, 5, 256, 512  # noqa: E741
@@ -30,7 +30,7 @@ def test_matrices_come_out_of_the_stack(stack):
 def test_product_is_that_of_the_dequantised_matrices(counts, stack):
     values, codes, scale = stack
     rows = jnp.asarray(np.random.default_rng(1).standard_normal((40, I)), jnp.bfloat16)
-    y = packed.product(rows, Packed(codes, scale, jnp.int32(1)), jnp.asarray(counts, jnp.int32), interpret=True)
+    y = packed_tpu.product(rows, Packed(codes, scale, jnp.int32(1)), jnp.asarray(counts, jnp.int32), interpret=True)
     expert = np.repeat(np.arange(E), counts)
     expected = np.zeros((40, O))
     expected[: len(expert)] = np.einsum("mi,moi->mo", np.float64(rows)[: len(expert)], np.float64(values[1])[expert])
@@ -42,4 +42,4 @@ def test_product_is_that_of_the_dequantised_matrices(counts, stack):
 def test_every_code_means_what_it_should():
     codes = jnp.arange(16, dtype=jnp.int32)
     expected = [0, 0.5, 1, 1.5, 2, 3, 4, 6]
-    np.testing.assert_array_equal(packed._e2m1(codes), expected + [-x for x in expected])
+    np.testing.assert_array_equal(packed_tpu._e2m1(codes), expected + [-x for x in expected])
