@@ -5,11 +5,26 @@ from __future__ import annotations
 from typing import Any
 
 import flax
+import jax
 import jax.numpy as jnp
-from jax import Array
+from jax import Array, lax
+from jax.sharding import NamedSharding
 
 from k3jax.config import ModelConfig
 from k3jax.ops.kda import accumulator
+from k3jax.sharding import spec
+
+# Logical axes of a cache's arrays; every array of `layers` has the segment's repeats in front.
+_AXES = {
+    "length": (),
+    "present": ("batch", None),
+    "state": (None, "batch", "heads", None, None),
+    "q_conv1d": (None, "batch", None, "heads", None),
+    "k_conv1d": (None, "batch", None, "heads", None),
+    "v_conv1d": (None, "batch", None, "heads", None),
+    "latent": (None, "batch", None, None),
+    "k_rope": (None, "batch", None, None),
+}
 
 
 @flax.struct.dataclass
@@ -31,6 +46,32 @@ class Cache:
     @property
     def max_len(self) -> int:
         return self.present.shape[1]
+
+
+def cache_shardings(cache: Cache, mesh) -> Cache:
+    """Where a cache (or its shapes) lies on a mesh: rows over the batch axes, KDA heads over the tensor axis. A row's latents,
+    which all heads read, are whole on every device of the tensor axis.
+
+    Example:
+        >>> cache = jax.device_put(init_cache(cfg, 8, 4096), cache_shardings(shapes, mesh))
+    """
+
+    def one(path, x):
+        name = path[-1].name if hasattr(path[-1], "name") else path[-1].key
+        return NamedSharding(mesh, spec(_AXES[name], x.shape, mesh))
+
+    return jax.tree_util.tree_map_with_path(one, cache)
+
+
+def layer_cache(stacks: dict[str, Array], repeat: Array) -> dict[str, Array]:
+    """One layer's arrays out of those of all the repeats of its segment."""
+    return {name: lax.dynamic_index_in_dim(stack, repeat, 0, keepdims=False) for name, stack in stacks.items()}
+
+
+def with_layer_cache(stacks: dict[str, Array], repeat: Array, layer: dict[str, Array]) -> dict[str, Array]:
+    """`stacks` with one layer's arrays replaced, in their own dtypes; in place where nothing else reads them."""
+    put = lambda stack, x: lax.dynamic_update_index_in_dim(stack, x.astype(stack.dtype), repeat, 0)  # noqa: E731
+    return {name: put(stack, layer[name]) for name, stack in stacks.items()}
 
 
 def init_cache(cfg: ModelConfig, batch: int, max_len: int, dtype=jnp.float32) -> Cache:

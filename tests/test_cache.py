@@ -9,6 +9,8 @@ import jax.numpy as jnp
 import pytest
 
 from k3jax import ModelConfig, init_cache
+from k3jax.cache import cache_shardings, layer_cache, with_layer_cache
+from k3jax.sharding import make_mesh
 
 ROOT = Path(__file__).parents[1]
 
@@ -53,3 +55,21 @@ def test_sizes_must_be_positive(batch, max_len):
     cfg = ModelConfig.from_hf(ROOT / "tests" / "data" / "k3_tiny")
     with pytest.raises(ValueError, match=f"batch, max_len: found {batch}, {max_len}; both must be positive"):
         init_cache(cfg, batch, max_len)
+
+
+def test_a_cache_lies_on_a_mesh_by_rows_and_heads(tiny):
+    mesh = make_mesh(expert=2, tensor=2)
+    shapes = jax.eval_shape(partial(init_cache, tiny, 4, 8))
+    cache = jax.device_put(init_cache(tiny, 4, 8), cache_shardings(shapes, mesh))
+    kda, mla = cache.layers["segment_0"]["layer_0"], cache.layers["segment_0"]["layer_1"]
+    part = lambda x: x.sharding.shard_shape(x.shape)  # noqa: E731
+    assert part(kda["state"]) == (1, 2, 1, 16, 16) and part(kda["q_conv1d"]) == (1, 2, 3, 1, 16)
+    assert part(mla["latent"]) == (1, 2, 8, 16) and part(mla["k_rope"]) == (1, 2, 8, 8)
+    assert part(cache.present) == (2, 8) and part(cache.length) == ()
+
+
+def test_a_layer_is_taken_out_and_put_back():
+    stacks = {"a": jnp.arange(6.0).reshape(3, 2)}
+    layer = layer_cache(stacks, jnp.int32(1))
+    assert layer["a"].tolist() == [2, 3]
+    assert with_layer_cache(stacks, jnp.int32(2), layer)["a"].tolist() == [[0, 1], [2, 3], [2, 3]]

@@ -6,7 +6,7 @@ import math
 import re
 from collections import Counter
 from collections.abc import Mapping
-from functools import cache
+from functools import cache, lru_cache
 from typing import NamedTuple
 
 import numpy as np
@@ -17,6 +17,7 @@ SENT = {
     "reduce-scatter": lambda n, R: n * (R - 1) // R,
     "all-reduce": lambda n, R: 2 * n * (R - 1) // R,
     "all-to-all": lambda n, R: n * (R - 1) // R,
+    "ragged-all-to-all": lambda n, R: n * (R - 1) // R,
     "collective-permute": lambda n, R: n,
 }
 
@@ -25,6 +26,8 @@ _INSTRUCTION = re.compile(r"\s+(?:ROOT )?%?([\w.-]+) = (.*?) ([a-z][a-z0-9-]*)\(
 _CALLED = re.compile(r"\b(?:to_apply|calls|body|condition|true_computation|false_computation)=%?([\w.-]+)")
 _SEVERAL_CALLED = re.compile(r"\b(?:branch_computations|called_computations)=\{(.*?)\}")
 _TRIPS = re.compile(r'"known_trip_count":\{"n":"(\d+)"\}')
+_CONDITION = re.compile(r"\bcondition=%?([\w.-]+)")
+_INDEX = re.compile(r"\bindex=(\d+)")
 _IOTA = re.compile(r"replica_groups=\[(\d+),(\d+)\]<=(\[[\d,]+\](?:T\([\d,]+\))?)")
 _AXES = re.compile(r"replica_groups=mesh\[([^\]]*)\](?:, device_ids=\((.*?)\))? \{([^}]*)\}")
 _ALL = re.compile(r"replica_groups=\{\}|^(?!.*replica_groups)")
@@ -60,7 +63,7 @@ def collectives(text: str) -> Counter[Collective]:
         >>> collectives(jax.jit(step).lower(state, batch).compile().as_text())
         Counter({Collective(kind='all-gather', sent=1536, groups=((0, 1, 2, 3),)): 12})
     """
-    computations, entry = _parse(text)
+    computations, entry = parse(text)
     devices = math.prod(int(n) for n in re.findall(r"(?:num_partitions|replica_count)=(\d+)", text.split("\n", 1)[0]))
 
     @cache
@@ -68,25 +71,26 @@ def collectives(text: str) -> Counter[Collective]:
         """Or which loop does not tell."""
         total, sizes = Counter(), {}
         for result, shape, kind, rest in computations[name]:
-            sizes[result] = _bytes(shape)
+            sizes[result] = size(shape)
             kind = kind.removesuffix("-start")
             if kind in SENT:
                 groups = _groups(rest, devices)
-                sent = SENT[kind](sum(sizes[operand] for operand in _operands(rest)), len(groups[0]))
+                given = operands(rest)[: 1 if kind == "ragged-all-to-all" else None]  # at most all rows; others say where
+                sent = SENT[kind](sum(sizes[operand] for operand in given), len(groups[0]))
                 if sent and any(len(set(group)) > 1 for group in groups):
                     total[Collective(kind, sent, groups)] += 1
-            called = [executed(inner) for inner in _called(rest)]
+            inner = [executed(computation) for computation in called(rest)]
             if kind == "conditional":
-                told = [branch for branch in called if not isinstance(branch, str)]
-                called = [min(told, key=sent_bytes)] if told else called
-            if unknown := [branch for branch in called if isinstance(branch, str)]:
+                told = [branch for branch in inner if not isinstance(branch, str)]
+                inner = [min(told, key=sent_bytes)] if told else inner
+            if unknown := [branch for branch in inner if isinstance(branch, str)]:
                 return unknown[0]
-            inside = sum(called, Counter())
-            trips = _TRIPS.search(rest) if kind == "while" else None
-            if kind == "while" and inside and not trips:
+            inside = sum(inner, Counter())
+            trips = trip_count(computations, name, rest) if kind == "while" else 1
+            if inside and trips is None:
                 return result
             for collective, times in inside.items():
-                total[collective] += times * (int(trips[1]) if trips else 1)
+                total[collective] += times * trips
         return total
 
     total = executed(entry)
@@ -113,7 +117,30 @@ def sent_by_kind(text: str) -> dict[str, int]:
     return total
 
 
-def _parse(text: str):
+def trip_count(computations, name: str, rest: str) -> int | None:
+    """How often a loop of the computation `name` runs: what it says itself, or, for TPUs, what its condition tells, which
+    is that a counter from a constant, one more each time, is below another constant. None if neither tells."""
+    if told := _TRIPS.search(rest):
+        return int(told[1])
+    inside = {result: (kind, rest) for result, _, kind, rest in computations[_CONDITION.search(rest)[1]]}
+    compared = [rest for kind, rest in inside.values() if kind == "compare" and "direction=LT" in rest]
+    if len(compared) != 1:
+        return None
+    counter, limit = (inside[operand] for operand in operands(compared[0]))
+    if counter[0] != "get-tuple-element" or limit[0] != "constant":
+        return None
+    outside = {result: (kind, rest) for result, _, kind, rest in computations[name]}
+    first = outside[operands(rest)[0]]
+    if first[0] != "tuple":
+        return None
+    first = outside[operands(first[1])[int(_INDEX.search(counter[1])[1])]]
+    while first[0] in ("copy", "bitcast"):
+        first = outside[operands(first[1])[0]]
+    return int(limit[1].split(")")[0]) - int(first[1].split(")")[0]) if first[0] == "constant" else None
+
+
+@lru_cache(maxsize=2)
+def parse(text: str):
     """{computation: [(result, shape, operation, what follows its opening bracket)]}, and the entry's name."""
     computations, entry, current = {}, None, None
     for line in re.sub(r"/\*.*?\*/", "", text).split("\n"):  # /*index=5*/
@@ -125,8 +152,8 @@ def _parse(text: str):
     return computations, entry
 
 
-def _bytes(shape: str) -> int:
-    """Of an array, or a tuple of arrays: f32[8,128]{1,0} has 4096."""
+def size(shape: str) -> int:
+    """Bytes of an array, or a tuple of arrays: f32[8,128]{1,0} has 4096."""
     return sum(
         math.prod(int(n) for n in sizes.split(",") if n) * _bits(dtype) // 8
         for dtype, sizes in re.findall(r"([a-z]\w*)\[([\d,]*)\]", shape)
@@ -138,12 +165,14 @@ def _bits(dtype: str) -> int:
     return int(digits[0]) if digits else 8 if dtype == "pred" else 0  # a token has none
 
 
-def _operands(rest: str) -> list[str]:
+def operands(rest: str) -> list[str]:
+    """Names of an instruction's operands, from what follows its opening bracket."""
     inside = re.split(r"\)(?:,|$)", rest, maxsplit=1)[0]
-    return [operand.split()[-1].lstrip("%") for operand in inside.split(", ")]
+    return [operand.split()[-1].lstrip("%") for operand in inside.split(", ") if operand]
 
 
-def _called(rest: str) -> list[str]:
+def called(rest: str) -> list[str]:
+    """Names of the computations that an instruction runs."""
     several = [name.lstrip("%") for names in _SEVERAL_CALLED.findall(rest) for name in names.split(", ")]
     return _CALLED.findall(rest) + several
 

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
+from k3jax.cache import layer_cache, with_layer_cache
 from k3jax.config import ModelConfig
 from k3jax.nn.layers import Policy, float32_weight, log_uniform_dt, project, rms_norm, weight
 from k3jax.ops.conv import short_conv
@@ -27,12 +28,13 @@ class KimiDeltaAttention(nn.Module):
     policy: Policy
 
     @nn.compact
-    def __call__(self, x: Array, ids: Array | None, cache: dict | None):
-        """x [B,T,D], segment ids [B,T] or None, this layer's cache or None -> y [B,T,D], new cache."""
+    def __call__(self, x: Array, ids: Array | None, stacks: dict | None, repeat: Array):
+        """x [B,T,D], segment ids [B,T] or None, the caches of all repeats of this layer or None, and which of them is its
+        own -> y [B,T,D], new caches."""
         cfg, dtype = self.cfg, self.policy.dtype
         D, H, K, std = cfg.hidden_size, cfg.kda_num_heads, cfg.kda_head_dim, cfg.initializer_range
         wide = accumulator(dtype)
-        new_cache = {}
+        cache, new_cache = stacks and layer_cache(stacks, repeat), {}
         time = _time(x, cache)
         tokens, context = ("batch", time, "heads"), "".join(mesh_axes(time))
 
@@ -89,9 +91,9 @@ class KimiDeltaAttention(nn.Module):
         o = rms_norm(o.astype(wide), o_norm, cfg.rms_norm_eps) * jax.nn.sigmoid(gate.astype(wide))
         o = constrain(o.astype(dtype), *tokens, None)
         y = project(o, weight(self, "o_proj", (D, H, K), ("embed", "heads", None), std))
-        if cache is not None:
-            cache = {"state": state.astype(cache["state"].dtype), **new_cache}
-        return y, cache
+        if stacks is not None:
+            stacks = with_layer_cache(stacks, repeat, {"state": state, **new_cache})
+        return y, stacks
 
 
 class LatentAttention(nn.Module):
@@ -101,8 +103,11 @@ class LatentAttention(nn.Module):
     policy: Policy
 
     @nn.compact
-    def __call__(self, x: Array, ids: Array, cache: dict | None, start: Array | int, present: Array | None):
-        """x [B,T,D], ids [B,T], this layer's cache, its fill before x, and [B,S] which cached tokens are real."""
+    def __call__(
+        self, x: Array, ids: Array, stacks: dict | None, repeat: Array, start: Array | int, present: Array | None
+    ):
+        """x [B,T,D], ids [B,T], the caches of all repeats of this layer, which of them is its own, its fill before x, and
+        [B,S] which cached tokens are real."""
         cfg = self.cfg
         D, H, std = cfg.hidden_size, cfg.num_attention_heads, cfg.initializer_range
         K, R, V, L = cfg.qk_nope_head_dim, cfg.qk_rope_head_dim, cfg.v_head_dim, cfg.kv_lora_rank
@@ -114,25 +119,28 @@ class LatentAttention(nn.Module):
             q = project(q, w)
         else:
             q = project(x, weight(self, "q_proj", (H, K + R, D), ("heads", None, "embed"), std))
-        tokens = ("batch", _time(x, cache), "heads")
+        tokens = ("batch", _time(x, stacks), "heads")
         q = constrain(q, *tokens, None)
 
         w = weight(self, "kv_a_proj_with_mqa", (L + R, D), (None, "embed"), std)
         kv = constrain(project(x, w), "batch", None, None)
         latent, k_rope = kv[..., :L], kv[..., L:]
         latent = rms_norm(latent, weight(self, "kv_a_layernorm", (L,), (None,)), LATENT_EPS)
-        kv_ids = ids
-        if cache is not None:
+        kv_ids, keys, layer = ids, ("batch",), None
+        if stacks is not None:
+            # Stacks are written in place and read block by block: at long contexts a copy of one layer's is gigabytes.
+            zero = jnp.zeros((), jnp.int32)
+            at = repeat, zero, start, zero
             latent, k_rope = (
-                lax.dynamic_update_slice_in_dim(cache[name], new.astype(cache[name].dtype), start, axis=1)
+                lax.dynamic_update_slice(stacks[name], new[None].astype(stacks[name].dtype), at)
                 for name, new in (("latent", latent), ("k_rope", k_rope))
             )
-            cache, kv_ids = {"latent": latent, "k_rope": k_rope}, present
+            stacks, kv_ids, keys, layer = {"latent": latent, "k_rope": k_rope}, present, (None, "batch"), repeat
         w_kv = weight(self, "kv_b_proj", (H, K + V, L), ("heads", None, None), std)
         dtype = self.policy.dtype
-        in_axes = [tokens, ("batch",), ("batch",), ("heads",), ("heads",), tokens[:2], ("batch",), ()]
+        in_axes = [tokens, keys, keys, ("heads",), ("heads",), tokens[:2], ("batch",), (), ()]
         o = on_shards(lambda *x: (_attend(mesh_axes(tokens[1]), *x),), in_axes, [tokens])(
-            q, latent.astype(dtype), k_rope.astype(dtype), w_kv[:, :K], w_kv[:, K:], ids, kv_ids, start
+            q, latent, k_rope, w_kv[:, :K], w_kv[:, K:], ids, kv_ids, start, layer
         )[0]
         if cfg.mla_use_output_gate:
             gate = project(x, weight(self, "g_proj", (H, V, D), ("heads", None, "embed"), std))
@@ -140,7 +148,7 @@ class LatentAttention(nn.Module):
             o = (o.astype(wide) * jax.nn.sigmoid(gate.astype(wide))).astype(dtype)
         o = constrain(o, *tokens, None)
         y = project(o, weight(self, "o_proj", (D, H, V), ("embed", "heads", None), std))
-        return y, cache
+        return y, stacks
 
 
 def _time(x: Array, cache: dict | None) -> str | None:
@@ -148,11 +156,11 @@ def _time(x: Array, cache: dict | None) -> str | None:
     return along("time", x.shape[1]) if cache is None else None
 
 
-def _attend(context: tuple[str, ...], q, latent, k_rope, w_k, w_v, q_ids, kv_ids, start):
+def _attend(context: tuple[str, ...], q, latent, k_rope, w_k, w_v, q_ids, kv_ids, start, layer):
     """`mla_attention` of the queries on this device, of T split over `context`, with the keys of all."""
     for axis in context:
         start = start + lax.axis_index(axis) * q.shape[1]
-    return mla_attention(q, latent, k_rope, w_k, w_v, q_ids, kv_ids, start)
+    return mla_attention(q, latent, k_rope, w_k, w_v, q_ids, kv_ids, start, layer=layer)
 
 
 def _uniform(bound: float):

@@ -14,7 +14,7 @@ from k3jax.cache import Cache
 from k3jax.config import LayerKind, ModelConfig
 from k3jax.nn.layers import DenseFFN, Policy, project, rms_norm, weight
 from k3jax.nn.mixers import KimiDeltaAttention, LatentAttention
-from k3jax.nn.moe import LatentMoE
+from k3jax.nn.moe import LatentMoE, expert_stacks
 from k3jax.nn.vision import Projector, VisionTower, place_images
 from k3jax.ops.attnres import attnres_mix, keep_depth, read_depth
 from k3jax.sharding import along, constrain, current_mesh, ways
@@ -81,17 +81,20 @@ class Layer(nn.Module):
         count = jnp.where(starts_block, count + 1, count) if cfg.attn_res_block_size else count
         if self.kind.mixer == "kda":
             mixer = KimiDeltaAttention(cfg, policy, name="self_attn")
-            y, cache = mixer(h, inputs["ids"], cache)
+            y, cache = mixer(h, inputs["ids"], cache, inputs["repeat"])
         else:
             mixer = LatentAttention(cfg, policy, name="self_attn")
-            y, cache = mixer(h, inputs["attention_ids"], cache, inputs["start"], inputs["present"])
+            where = inputs["repeat"], inputs["start"], inputs["present"]
+            y, cache = mixer(h, inputs["attention_ids"], cache, *where)
         sources = add(y)
 
         h, sources, tape = read("mlp")
         h = rms_norm(h, norm("post_attention_layernorm"), eps)
         stats = None
         if self.kind.ffn == "moe":
-            y, stats = LatentMoE(cfg, policy, name="block_sparse_moe")(h, inputs["attention_ids"] > 0)
+            y, stats = LatentMoE(cfg, policy, name="block_sparse_moe")(
+                h, inputs["attention_ids"] > 0, inputs["experts"], inputs["repeat"]
+            )
         else:
             y = DenseFFN(cfg, policy, cfg.intermediate_size, name="mlp")(h)
         sources = add(y)
@@ -146,21 +149,24 @@ class Unit(nn.Module):
     remat: bool = False
 
     @nn.compact
-    def __call__(self, depth: Depth, first_layer: Array, cache: dict | None, inputs: dict):
+    def __call__(self, carry: tuple[Depth, dict | None], at: tuple[Array, Array], inputs: dict):
+        """The carry is the residual state and the caches of all repeats; `at`, which repeat this is and its first layer."""
+        (depth, cache), (repeat, first_layer) = carry, at
         new_cache, stats = {}, {}
         for j, kind in enumerate(self.kinds):
             index = first_layer + j
             starts = index % (self.cfg.attn_res_block_size or 1) == 0
             name = f"layer_{j}"
+            own = inputs | {"repeat": repeat, "experts": (inputs["experts"] or {}).get(name)}
             layer = Layer(self.cfg, self.policy, kind, name=name)
             if self.remat and cache is None and not self.is_initializing():
                 new_cache[name] = None
-                depth, layer_stats = recomputed(layer.clone(parent=None, name=None))(layer.variables, depth, starts, inputs)
+                depth, layer_stats = recomputed(layer.clone(parent=None, name=None))(layer.variables, depth, starts, own)
             else:
-                depth, new_cache[name], layer_stats = layer(depth, starts, inputs, cache and cache[name])
+                depth, new_cache[name], layer_stats = layer(depth, starts, own, cache and cache[name])
             if layer_stats is not None:
                 stats[name] = {"block_sparse_moe": layer_stats}
-        return depth, (new_cache, stats)
+        return (depth, cache and new_cache), stats
 
 
 class K3(nn.Module):
@@ -200,7 +206,7 @@ class K3(nn.Module):
                 variable_axes={"params": 0, "router": 0, "intermediates": 0},
                 split_rngs={"params": True},
                 length=segment.repeats,
-                in_axes=(0, 0, nn.broadcast),
+                in_axes=(0, nn.broadcast),
                 metadata_params={nn.PARTITION_NAME: "layers"},
             )
             setattr(self, f"segment_{s}", scanned(cfg, self.policy, segment.unit, self.remat))
@@ -265,7 +271,7 @@ class K3(nn.Module):
         if cache is not None:
             start = cache.length
             present = jax.lax.dynamic_update_slice_in_dim(cache.present, attention_ids, start, axis=1)
-        inputs = {"ids": ids, "attention_ids": attention_ids, "start": start, "present": present}
+        inputs = {"ids": ids, "attention_ids": attention_ids, "start": start, "present": present, "experts": None}
 
         seq = along("seq", T)
         x = constrain(jnp.take(self.embed_tokens, tokens, axis=0), "batch", seq, None)
@@ -278,8 +284,12 @@ class K3(nn.Module):
         layers, router, first = {}, {}, 0
         for s, (unit, repeats) in enumerate(cfg.segments):
             name = f"segment_{s}"
-            indices = first + len(unit) * jnp.arange(repeats, dtype=jnp.int32)
-            depth, (layers[name], stats) = getattr(self, name)(depth, indices, cache and cache.layers[name], inputs)
+            repeat = jnp.arange(repeats, dtype=jnp.int32)
+            if cache is not None and self.experts == "packed" and ways("expert_out", current_mesh()) == 1:
+                # Split over more than the experts, a layer's slice has to be gathered anyway.
+                inputs["experts"] = expert_stacks(nn.unbox(self.variables["params"][name]))
+            carry, at = (depth, cache and cache.layers[name]), (repeat, first + len(unit) * repeat)
+            (depth, layers[name]), stats = getattr(self, name)(carry, at, inputs)
             if stats:
                 router[name] = stats
             first += len(unit) * repeats

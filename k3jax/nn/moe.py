@@ -15,6 +15,7 @@ from k3jax.nn.layers import DenseFFN, Policy, activation, declare, project, rms_
 from k3jax.ops import mx
 from k3jax.ops.experts import Unit, apply_experts
 from k3jax.ops.kda import accumulator
+from k3jax.ops.packed import Packed
 from k3jax.ops.router import expert_load, quantile_histogram, route
 from k3jax.sharding import along, constrain, mesh_axes, on_shards
 
@@ -30,17 +31,28 @@ class RouterStats:
     dropped: Array
 
 
+def expert_stacks(segment: dict) -> dict[str, dict[str, Array]]:
+    """{layer: the packed experts of all its repeats} of a segment's parameters."""
+    return {
+        name: layer["block_sparse_moe"]["experts"] for name, layer in segment.items() if "block_sparse_moe" in layer
+    }
+
+
 class RoutedExperts(nn.Module):
-    """The routed experts' weights, ready for the matrix products: w1, w3 [E,F,L] and w2 [E,L,F] in the compute dtype."""
+    """The routed experts' weights, ready for the matrix products: w1, w3 [E,F,L] and w2 [E,L,F] in the compute dtype, or
+    still packed within the whole stack they are in."""
 
     cfg: ModelConfig
     policy: Policy
 
     @nn.compact
-    def __call__(self) -> tuple[Array, Array, Array]:
+    def __call__(self, stacks: dict[str, Array] | None, repeat: Array) -> tuple[Array, ...] | tuple[Packed, ...]:
         cfg, policy = self.cfg, self.policy
         E, F, L = cfg.num_experts, cfg.moe_intermediate_size, cfg.latent_size
         axes = ("experts", "expert_out", None)
+        if stacks is not None:
+            # A grouped product would first copy its slice of the stack: three times the bytes of a layer's experts.
+            return tuple(Packed(stacks[f"{name}_packed"], stacks[f"{name}_scale"], repeat) for name in ("w1", "w3", "w2"))
 
         def matrix(name, shape):
             if policy.experts == "packed":
@@ -64,15 +76,20 @@ class LatentMoE(nn.Module):
     policy: Policy
 
     @nn.compact
-    def __call__(self, x: Array, valid: Array) -> tuple[Array, RouterStats]:
-        """x [B,T,D], valid [B,T] bool -> y [B,T,D] and the router's statistics."""
+    def __call__(
+        self, x: Array, valid: Array, stacks: dict[str, Array] | None, repeat: Array
+    ) -> tuple[Array, RouterStats]:
+        """x [B,T,D], valid [B,T] bool -> y [B,T,D] and the router's statistics.
+
+        `stacks`: the packed experts of all repeats of this layer, of which `repeat` is its own; None: it has parameters.
+        """
         cfg, policy = self.cfg, self.policy
         D, E, L, std = cfg.hidden_size, cfg.num_experts, cfg.latent_size, cfg.initializer_range
         gate = weight(self, "gate", (E, D), (None, "embed"), std)
         bias = self.variable(
             "router", "e_score_correction_bias", jnp.zeros, (E,), accumulator(policy.param_dtype)
         ).value
-        experts = RoutedExperts(cfg, policy, name="experts")()
+        experts = RoutedExperts(cfg, policy, name="experts")(stacks, repeat)
 
         z = x
         if cfg.routed_expert_hidden_size:
@@ -96,8 +113,12 @@ def _routed(cfg, policy, x, z, valid, gate, bias, experts, seq):
     """The routed part on every device's own tokens: route, exchange, expert products, exchange back."""
     body = partial(_routed_local, cfg, policy, mesh_axes("experts"), mesh_axes("batch") + mesh_axes(seq))
     tokens = ("batch", seq)
-    in_axes = [tokens, tokens, tokens, (), (), ("experts",)]
-    return on_shards(body, in_axes, [tokens, ()])(x, z, valid, gate, bias, experts)
+    arrays, tree = jax.tree.flatten(experts)
+    axes = Packed((None, "experts"), (None, "experts"), ()) * 3 if len(arrays) > 3 else [("experts",)] * 3
+    run = on_shards(
+        lambda *x: body(*x[:5], jax.tree.unflatten(tree, x[5:])), [tokens, tokens, tokens, (), (), *axes], [tokens, ()]
+    )
+    return run(x, z, valid, gate, bias, *arrays)
 
 
 def _routed_local(cfg, policy, expert_axes, token_axes, x, z, valid, gate, bias, experts):

@@ -15,7 +15,9 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
+from k3jax.ops import packed
 from k3jax.ops.kda import accumulator
+from k3jax.ops.packed import Packed
 
 # Rows of a block: a quarter of a balanced load, for an expert's last block is half empty on average, within limits
 # between which they multiply about equally fast (2 cores, L = F = 512).
@@ -64,7 +66,7 @@ def blocks(unit: Callable[[Array, Array], Array], x: Array, weights: Array, expe
 
     Args:
         unit: (gate [m,F], up [m,F]) -> [m,F].
-        x: [n,L]. weights: [n,k]. experts: w1, w3 [E,F,L] and w2 [E,L,F]. pairs: of n k.
+        x: [n,L]. weights: [n,k]. experts: w1, w3 [E,F,L] and w2 [E,L,F], or three `Packed`. pairs: of n k.
 
     Returns:
         y [n,L] in x's dtype.
@@ -73,7 +75,7 @@ def blocks(unit: Callable[[Array, Array], Array], x: Array, weights: Array, expe
 
 
 def _forward(unit, x, weights, experts, pairs):
-    (n, k), F, L = weights.shape, *experts[0].shape[1:]
+    (n, k), (_, F, L) = weights.shape, experts[0].shape
     size, token, weight = _rows(weights.astype(x.dtype), pairs)
 
     def expert(w, _, begin, blocks, rows):
@@ -89,7 +91,7 @@ def _forward(unit, x, weights, experts, pairs):
         return lax.fori_loop(0, blocks, block, rows)
 
     empty = [jnp.zeros((n * k + size, width), x.dtype) for width in (F, F, L)]
-    gate, up, out = _over_experts(expert, experts, pairs, size, tuple(empty))
+    gate, up, out = _over_experts(expert, experts, x.dtype, pairs, size, tuple(empty))
     return sum_slots(out, pairs.slots(weights.shape)), (x, weights, experts, pairs, gate, up)
 
 
@@ -127,7 +129,7 @@ def _backward(unit, kept, d_y):
 
     rows = pairs.order.size + size
     carry = jnp.zeros((rows, x.shape[1]), x.dtype), jnp.zeros(rows, wide), jax.tree.map(jnp.zeros_like, experts)
-    d_rows, d_weight, d_experts = _over_experts(expert, experts, pairs, size, carry)
+    d_rows, d_weight, d_experts = _over_experts(expert, experts, x.dtype, pairs, size, carry)
     slots = pairs.slots(weights.shape)
     d_weights = jnp.take(d_weight, slots, mode="fill", fill_value=0).astype(weights.dtype)
     return sum_slots(d_rows, slots), d_weights, d_experts, None
@@ -150,14 +152,17 @@ def _tokens(x, token):
     return jnp.take(x, token, axis=0, mode="fill", fill_value=0)
 
 
-def _over_experts(body, experts, pairs, size, carry):
+def _over_experts(body, experts, dtype, pairs, size, carry):
     """body(matrices, expert, first row, blocks, carry) for every expert that has rows, in order: the rows that a last block
     writes beyond its expert's are written again by those they belong to."""
     used = jnp.argsort(pairs.counts == 0, stable=True).astype(jnp.int32)
 
     def step(i, carry):
         e = used[i]
-        matrices = tuple(lax.dynamic_index_in_dim(w, e, 0, keepdims=False) for w in experts)
+        matrices = tuple(
+            w.one(e, dtype) if isinstance(w, Packed) else lax.dynamic_index_in_dim(w, e, 0, keepdims=False)
+            for w in experts
+        )
         return body(matrices, e, pairs.first[e], -(-pairs.counts[e] // size), carry)
 
     return lax.fori_loop(0, jnp.sum(pairs.counts > 0, dtype=jnp.int32), step, carry)
@@ -180,7 +185,15 @@ _GROUPED = lax.RaggedDotDimensionNumbers((((1,), (2,)), ((), ())), lhs_ragged_di
 def ragged_dots(unit: Callable[[Array, Array], Array], x: Array, weights: Array, experts, pairs: Pairs) -> Array:
     """As `blocks`."""
     pair, slot = pairs.in_order(), pairs.slots(weights.shape)
-    product = lambda rows, w: lax.ragged_dot_general(rows, w, pairs.counts, _GROUPED)  # noqa: E731
+
+    def product(rows, w):
+        if isinstance(w, Packed) and packed.takes(rows, w):
+            from k3jax.ops import packed_tpu  # Pallas takes half a second to import
+
+            return packed_tpu.product(rows, w, pairs.counts)
+        w = w.all(rows.dtype) if isinstance(w, Packed) else w
+        return lax.ragged_dot_general(rows, w, pairs.counts, _GROUPED)
+
     w1, w3, w2 = experts
     rows = to_rows(x, pair, slot)
     out = product(unit(product(rows, w1), product(rows, w3)), w2)

@@ -36,6 +36,7 @@ def mla_attention(
     q_offset: Array | int = 0,
     *,
     absorb: bool | None = None,
+    layer: Array | None = None,
 ) -> Array:
     """o_t = sum_s softmax_s((q_n k_n + q_r k_r) (K+R)^-0.5) v_s, with k_n = W_k c_s, v = W_v c_s and c the latents.
 
@@ -49,6 +50,7 @@ def mla_attention(
         q_ids, kv_ids: [B,T], [B,S] segment of every token, 0 = not there. A query sees its own segment.
         q_offset: index in S of the first query; a query sees no key behind its own index.
         absorb: None takes the form with fewer multiplications.
+        layer: int scalar; `latent` and `k_rope` have an axis of layers in front, of which this one is read.
 
     Returns:
         o [B,T,H,V] in q's dtype; zeros for a query of segment 0.
@@ -57,32 +59,39 @@ def mla_attention(
         >>> ids = jnp.ones((1, 8), jnp.int32)
         >>> o = mla_attention(q, latent, k_rope, w_k, w_v, ids, ids)
     """
-    (B, T, H, _), (_, S, L), R = q.shape, latent.shape, k_rope.shape[-1]
+    (B, T, H, _), (S, L), R = q.shape, latent.shape[-2:], k_rope.shape[-1]
     K, V = w_k.shape[1], w_v.shape[1]
     dtype = accumulator(q.dtype)
     scale = (K + R) ** -0.5
     if absorb is None:
         absorb = T * (2 * L - K - V) <= L * (K + V)
+    q_rope = q[..., K:]
     if absorb:
-        q = jnp.concatenate([jnp.einsum("bthk,hkl->bthl", q[..., :K], w_k), q[..., K:]], axis=-1)
+        q = jnp.einsum("bthk,hkl->bthl", q[..., :K], w_k)
     width = L if absorb else V
     block = min(S, BLOCK)
-    pad = ((0, 0), (0, -S % block))
-    latent, k_rope = (jnp.pad(x, (*pad, (0, 0))) for x in (latent, k_rope))
-    kv_ids = jnp.pad(kv_ids, pad)
+
+    def keys_at(x, at):
+        if layer is None:
+            return lax.dynamic_slice_in_dim(x, at, block, axis=1).astype(q.dtype)
+        zero = jnp.zeros((), jnp.int32)
+        return lax.dynamic_slice(x, (layer, zero, at, zero), (1, B, block, x.shape[-1]))[0].astype(q.dtype)
 
     def step(carry, start):
         peak, total, out = carry
-        c, r, ids = (lax.dynamic_slice_in_dim(x, start, block, axis=1) for x in (latent, k_rope, kv_ids))
+        at = jnp.minimum(start, S - block)  # the last block may begin among keys already seen
+        c, r, ids = keys_at(latent, at), keys_at(k_rope, at), lax.dynamic_slice_in_dim(kv_ids, at, block, axis=1)
         if absorb:
-            keys, values = jnp.concatenate([c, r], axis=-1), c
-            scores = jnp.einsum("bthl,bsl->bhts", q, keys, preferred_element_type=dtype)
+            values = c
+            scores = jnp.einsum("bthl,bsl->bhts", q, c, preferred_element_type=dtype)
+            scores = scores + jnp.einsum("bthr,bsr->bhts", q_rope, r, preferred_element_type=dtype)
         else:
             shared = jnp.broadcast_to(r[:, :, None, :], (B, block, H, R))
             keys = jnp.concatenate([jnp.einsum("bsl,hkl->bshk", c, w_k), shared], axis=-1)
             values = jnp.einsum("bsl,hvl->bshv", c, w_v)
             scores = jnp.einsum("bthk,bshk->bhts", q, keys, preferred_element_type=dtype)
-        mask = _mask(q_ids, ids, q_offset, start + jnp.arange(block, dtype=jnp.int32))
+        positions = at + jnp.arange(block, dtype=jnp.int32)
+        mask = _mask(q_ids, ids, q_offset, positions) & (positions >= start)[None, None, None]
         scores = jnp.where(mask, scores * scale, -1e30)
         new_peak = jnp.maximum(peak, jnp.max(scores, axis=-1))
         weights = jnp.where(mask, jnp.exp(scores - new_peak[..., None]), 0)

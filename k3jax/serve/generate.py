@@ -12,10 +12,11 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from k3jax.cache import init_cache
+from k3jax.cache import Cache, init_cache
 from k3jax.config import ModelConfig
 from k3jax.hf import load_hf
 from k3jax.nn.model import K3
+from k3jax.runtime import compiler_options
 from k3jax.serve.sampler import sample
 from k3jax.train.data import ByteTokenizer, check_tokens
 from k3jax.train.loop import restore_weights
@@ -43,6 +44,18 @@ def load_model(
     # A run's weights are not packed; used as they were trained they give what their export gives packed.
     qat = meta.get("train", {}).get("qat", False)
     return K3(cfg, experts="qat" if qat else "dequantized", mxfp8_inputs=qat and mxfp8_inputs), variables
+
+
+def make_advance(model: K3, temperature: float, top_k: int = 0, top_p: float = 1.0, cache_shardings=None):
+    """The jitted step of prefill and decoding: (variables, tokens [B,T], mask [B,T], cache, key, images=None) -> (next
+    tokens [B], cache), the cache donated."""
+
+    @partial(jax.jit, donate_argnums=3, out_shardings=(None, cache_shardings), compiler_options=compiler_options())
+    def advance(variables, tokens, mask, cache, key, images=None) -> tuple[Array, Cache]:
+        out = model.apply(variables, tokens, mask, cache=cache, pixel_values=images)
+        return sample(out.logits[:, -1], key, temperature, top_k, top_p), out.cache
+
+    return advance
 
 
 def generate_tokens(
@@ -78,11 +91,7 @@ def generate_tokens(
     tokens = jnp.asarray(np.pad(prompt, (pad, 0)), jnp.int32)[None]
     mask = jnp.asarray(np.arange(tokens.shape[1]) >= pad, jnp.int32)[None]
 
-    @partial(jax.jit, donate_argnums=3)
-    def advance(variables, tokens, mask, cache, key, images) -> tuple[Array, object]:
-        out = model.apply(variables, tokens, mask, cache=cache, pixel_values=images)
-        return sample(out.logits[:, -1], key, temperature, top_k, top_p), out.cache
-
+    advance = make_advance(model, temperature, top_k, top_p)
     cache = init_cache(cfg, 1, tokens.shape[1] + max_tokens, model.dtype)
     one = jnp.ones((1, 1), jnp.int32)
     for key in jax.random.split(jax.random.key(seed), max_tokens):

@@ -18,6 +18,7 @@ from k3jax.nn.moe import RouterStats
 from k3jax.ops.loss import cross_entropy
 from k3jax.ops.router import quantile_bias_from_histogram
 from k3jax.run_config import RunConfig
+from k3jax.runtime import compiler_options
 from k3jax.sharding import current_mesh, spec, tree_shardings, ways
 from k3jax.train.optim import make_optimizer
 
@@ -142,7 +143,8 @@ def make_train_step(config: RunConfig, shardings: TrainState):
             metrics["dropped"] = sum(jnp.sum(s.dropped) for s in router_stats(stats))
         return TrainState(state.step + 1, params, router, opt_state), metrics
 
-    return jax.jit(step, donate_argnums=0, out_shardings=(shardings, None))
+    options = compiler_options()
+    return jax.jit(step, donate_argnums=0, out_shardings=(shardings, None), compiler_options=options)
 
 
 def balanced(router, stats, k: int):

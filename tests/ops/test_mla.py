@@ -140,3 +140,14 @@ def test_the_form_with_fewer_multiplications_is_taken():
         return "f64[2,64,3,16]" in str(jax.make_jaxpr(mla_attention)(*arrays, ones(2, T), ones(2, 64)))
 
     assert expands_keys(48) and not expands_keys(1)
+
+
+@FORMS
+def test_a_layer_of_a_stack_is_read_in_place(absorb, monkeypatch):
+    monkeypatch.setattr(mla, "BLOCK", 3)
+    q, latent, k_rope, w_k, w_v = draw(0, S=13)
+    ids, kv_ids = ones(2, 7), ones(2, 13)
+    stacks = [jnp.stack([x + 1, x, x * 2]) for x in (latent, k_rope)]
+    alone = mla_attention(q, latent, k_rope, w_k, w_v, ids, kv_ids, 6, absorb=absorb)
+    inside = mla_attention(q, *stacks, w_k, w_v, ids, kv_ids, 6, absorb=absorb, layer=jnp.int32(1))
+    np.testing.assert_array_equal(inside, alone)
