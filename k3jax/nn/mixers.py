@@ -115,7 +115,7 @@ class LatentAttention(nn.Module):
         if cfg.q_lora_rank:
             q = project(x, weight(self, "q_a_proj", (cfg.q_lora_rank, D), (None, "embed"), std))
             q = rms_norm(q, weight(self, "q_a_layernorm", (cfg.q_lora_rank,), (None,)), LATENT_EPS)
-            w = weight(self, "q_b_proj", (H, K + R, cfg.q_lora_rank), ("heads", None, None), std)
+            w = weight(self, "q_b_proj", (H, K + R, cfg.q_lora_rank), ("heads", None, "embed"), std)
             q = project(q, w)
         else:
             q = project(x, weight(self, "q_proj", (H, K + R, D), ("heads", None, "embed"), std))
@@ -136,7 +136,7 @@ class LatentAttention(nn.Module):
                 for name, new in (("latent", latent), ("k_rope", k_rope))
             )
             stacks, kv_ids, keys, layer = {"latent": latent, "k_rope": k_rope}, present, (None, "batch"), repeat
-        w_kv = weight(self, "kv_b_proj", (H, K + V, L), ("heads", None, None), std)
+        w_kv = weight(self, "kv_b_proj", (H, K + V, L), ("heads", None, "embed"), std)
         dtype = self.policy.dtype
         in_axes = [tokens, keys, keys, ("heads",), ("heads",), tokens[:2], ("batch",), (), ()]
         o = on_shards(lambda *x: (_attend(mesh_axes(tokens[1]), *x),), in_axes, [tokens])(
