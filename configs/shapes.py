@@ -1,7 +1,7 @@
 """A small Kimi K3 with its vision tower learns to say what a picture shows.
 
 Command: python launch/shapes.py runs/shapes/data && python -m k3jax train --config configs/shapes.py
-Time: TIME. Result: RESULT
+Time: 100 s of CPU time. Result: held-out loss about 0.08 nats per byte (0.123 is the least without seeing): the colours.
 """
 
 import dataclasses

@@ -15,7 +15,7 @@ from k3jax.serve.generate import generate_text, generate_tokens
 from k3jax.serve.sampler import sample
 from k3jax.train.data import ByteTokenizer
 from k3jax.train.pairs import encode_pair
-from k3jax.vision import preprocess
+from k3jax.vision import prepare, preprocess
 
 
 @pytest.fixture(scope="module")
@@ -64,7 +64,7 @@ def test_prompts_are_checked(model):
 def seeing(tiny):
     vision = VisionConfig(4, 6, 5, 4, 2, 1, 32, 64, 32, 32, 32, media_placeholder_token_id=255)
     model = k3jax.K3(dataclasses.replace(tiny, vision=vision))
-    variables = nn.unbox(init_variables(model, jax.random.key(1)))
+    variables = nn.unbox(jax.jit(lambda: init_variables(model, jax.random.key(1)))())
     variables["params"]["lm_head"] = 30 * variables["params"]["lm_head"]
     return model, variables
 
@@ -78,15 +78,12 @@ def test_an_image_and_a_clip_are_seen_where_they_stand(seeing):
     images = [preprocess(x, model.cfg.vision) for x in (picture(0), [picture(1), picture(2)])]
     prompt = encode_pair("a<image>b<image>c", 2, model.cfg.vision)
     found = list(generate_tokens(model, variables, prompt, 4, temperature=0.0, images=images))
-    text = prompt
-    inputs = {
-        "pixel_values": np.concatenate([x.values for x in images]), "grid_thws": np.array([x.grid for x in images])
-    }
-    for token in found:
-        logits = model.apply(variables, jnp.asarray(text)[None], **inputs).logits
-        assert logits.shape[1] == len(text) + 2  # two tokens in place of each placeholder
-        assert int(np.argmax(logits[0, -1])) == token
-        text = np.append(text, token)
+    patches, grids = np.concatenate([x.values for x in images]), np.array([x.grid for x in images])
+    # What was found so far decides each next token; two tokens stand in place of each placeholder.
+    text, _, _, packed = prepare(model.cfg, np.append(prompt, found)[None], patches, grids)
+    logits = jax.jit(lambda text, packed: model.apply(variables, text, pixel_values=packed).logits)(text, packed)
+    assert logits.shape[1] == len(prompt) + 2 + 4
+    assert np.argmax(logits[0, len(prompt) + 1 : -1], axis=-1).tolist() == found
 
 
 def test_images_and_placeholders_must_agree(seeing, model):
