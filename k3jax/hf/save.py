@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Literal
@@ -82,7 +82,7 @@ def write_released(
     try:
         writer.begin()
         jobs = _jobs(stored, leaves, writer, scale_rule)
-        run(jobs, "export", lambda job: writer.record(job.key, job.bytes), writer.finished.__contains__, memory)
+        run(jobs, "export", lambda job: writer.record(job.key), writer.finished.__contains__, memory)
         writer.commit()
     except BaseException as error:
         kept = "the same command goes on from what was written"
@@ -173,11 +173,17 @@ def _convert(source: Pieced, box: Box, targets: list[Leaf], writer: ShardWriter,
         *outer, last = box
         boxes = [(*outer, slice(last.start // n, last.stop // n)) for n in (2, mx.BLOCK)]
         with jax.enable_x64(block.dtype == np.float64):  # of each thread its own
-            parts = zip(targets, boxes, map(np.asarray, _quantize(block, scale_rule)), strict=True)
-    for leaf, part, values in parts:
+            quantized = _quantize(block, scale_rule)
+        parts = zip(targets, boxes, map(np.asarray, quantized), strict=True)
+    writer.write(_cut(parts))
+
+
+def _cut(parts: Iterable[tuple[Leaf, Box, np.ndarray]]) -> Iterator[tuple[str, int, memoryview]]:
+    """Boxes of stored values as bytes of tensors."""
+    for leaf, box, values in parts:
         rest = memoryview(values.reshape(-1).view(np.uint8))
-        for name, first, count in spans(leaf, part):
-            writer.write(name, first, rest[:count])
+        for name, first, count in spans(leaf, box):
+            yield name, first, rest[:count]
             rest = rest[count:]
 
 

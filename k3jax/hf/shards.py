@@ -6,6 +6,7 @@ import json
 import os
 import struct
 from collections import defaultdict
+from collections.abc import Iterable
 from pathlib import Path
 
 from k3jax.config import ModelConfig
@@ -14,7 +15,6 @@ from k3jax.hf.names import DTYPES, Leaf
 
 UNFINISHED = ".unfinished"  # suffix of files until all of them are whole
 JOURNAL = "export.unfinished"
-_BYTES_BETWEEN_RECORDS = 2**28
 
 
 class ShardWriter:
@@ -43,8 +43,6 @@ class ShardWriter:
         self._names = [*self._shards, *self._texts]
         self._files: dict[str, int] = {}
         self._journal = None
-        self._unrecorded: list[str] = []
-        self._unrecorded_bytes = 0
         self._new_folder = not destination.exists()
         self.finished: set[str] = set()
         self._resumed = self._look()
@@ -58,7 +56,7 @@ class ShardWriter:
         if self._identity is not None:
             self._journal = open(self.destination / JOURNAL, "a" if self._resumed else "w")
             if not self._resumed:  # before anything else: what is here belongs to whoever wrote the journal
-                self._append([self._identity])
+                self.record(self._identity)
         for shard, (header, _, size) in self._shards.items():
             if not (self.destination / shard).exists():  # its name is final when a commit was cut short
                 flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW
@@ -69,24 +67,31 @@ class ShardWriter:
             if not (self.destination / name).exists():
                 self._path(name).write_text(json.dumps(content, indent=1))
 
-    def write(self, name: str, first: int, data: memoryview) -> None:
-        """Writes bytes of a tensor, from its byte `first` on. What is never written is zero."""
-        shard = self._weight_map[name]
-        begin = self._begins[name] + first
-        while data.nbytes:
-            count = os.pwrite(self._files[shard], data, begin)
-            begin, data = begin + count, data[count:]
+    def write(self, parts: Iterable[tuple[str, int, memoryview]]) -> None:
+        """Writes bytes of tensors: (name, first byte of the tensor, data). What is never written is zero.
 
-    def record(self, key: str, size: int) -> None:
-        """Notes a finished job of `size` bytes, some time later, when they are on disk."""
-        self._unrecorded.append(key)
-        self._unrecorded_bytes += size
-        if self._journal and self._unrecorded_bytes >= _BYTES_BETWEEN_RECORDS:
-            self._sync()
+        Returns when they are on disk, where that is recorded.
+        """
+        touched = set()
+        for name, first, data in parts:
+            file = self._files[self._weight_map[name]]
+            touched.add(file)
+            begin = self._begins[name] + first
+            while data.nbytes:
+                count = os.pwrite(file, data, begin)
+                begin, data = begin + count, data[count:]
+        if self._journal:
+            for file in touched:
+                os.fdatasync(file)
+
+    def record(self, key: str) -> None:
+        """Notes a finished job; a line that is lost costs doing it again."""
+        if self._journal:
+            self._journal.write(f"{key}\n")
+            self._journal.flush()
 
     def commit(self) -> None:
         """Makes what was written a checkpoint."""
-        self._sync()
         for name in self._names:  # the index comes last
             if self._path(name).exists():
                 _sync(self._path(name))
@@ -135,19 +140,6 @@ class ShardWriter:
             )
         self.finished = set(finished)
         return True
-
-    def _append(self, lines: list[str]) -> None:
-        self._journal.write("".join(f"{line}\n" for line in lines))
-        self._journal.flush()
-        os.fsync(self._journal.fileno())
-
-    def _sync(self) -> None:
-        """Puts on disk what was written, and then that it was."""
-        keys, self._unrecorded, self._unrecorded_bytes = self._unrecorded, [], 0
-        for file in self._files.values():
-            os.fdatasync(file)
-        if self._journal:
-            self._append(keys)
 
 
 def split(leaves: list[Leaf], limit: int) -> dict[str, str]:

@@ -36,7 +36,8 @@ def plan_import(
     """Checks a released checkpoint, by its headers, and says what `import_checkpoint` writes; it writes nothing itself."""
     whole = ModelConfig.from_hf(source)
     cfg = whole if layers is None else whole.first_layers(layers)
-    checkpoint = open_checked(source, cfg, experts, whole, None if layers is None else released_names(cfg))
+    prefix = {} if layers is None else {"of": whole, "wanted": released_names(cfg)}
+    checkpoint = open_checked(source, cfg, experts, **prefix)
     leaves = released_arrays(cfg, checkpoint, np.dtype(ml_dtypes.bfloat16), experts)
     meta = {"kind": "weights", "model": cfg.to_hf(), "experts": experts}
     identity = hashlib.sha256(json.dumps([checkpoint.fingerprint, meta]).encode()).hexdigest()

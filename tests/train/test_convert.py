@@ -171,8 +171,6 @@ from k3jax.hf import pieces
 from k3jax.train import convert
 what, source, destination, calls = sys.argv[1:]
 pieces.PIECE_BYTES = 5000
-import k3jax.hf.shards
-k3jax.hf.shards._BYTES_BETWEEN_RECORDS = 20_000
 left, function = int(calls), "rename" if what == "import_checkpoint" else "pwrite"
 original = getattr(os, function)
 def counted(*arguments):
