@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 import flax.linen as nn
 import jax
 from jax import Array
+from jax.experimental import mesh_utils
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -36,9 +37,9 @@ def make_mesh(
     total = math.prod(sizes.values())
     if total > len(devices):
         raise ValueError(f"mesh: found {sizes}, which needs {total} devices; there are {len(devices)}")
-    return jax.make_mesh(
-        tuple(sizes.values()), MESH_AXES, axis_types=(AxisType.Auto,) * len(MESH_AXES), devices=devices[:total]
-    )
+    # Axes of a TPU's network may be split between axes of the mesh: most meshes could not be laid out otherwise.
+    places = mesh_utils.create_device_mesh(tuple(sizes.values()), devices[:total], allow_split_physical_axes=True)
+    return Mesh(places, MESH_AXES, axis_types=(AxisType.Auto,) * len(MESH_AXES))
 
 
 def spec(logical: Logical, shape: Sequence[int], mesh) -> P:

@@ -164,10 +164,15 @@ def _in_process(program: Program, timeout: float, say) -> dict[str, Any]:
         if seconds > timeout:
             process.kill()
             process.wait()
+            for reader, pipe in zip(readers, (process.stdout, process.stderr), strict=True):
+                reader.join()
+                pipe.close()
             return {"fits": None, "message": f"stopped after {timeout:.0f} s, {lines[-1]['stage'] if lines else 'starting'}"}
         time.sleep(0.05 if seconds < 1 else 1)
     for reader in readers:
         reader.join()
+    process.stdout.close()
+    process.stderr.close()
     result = lines[-1] if lines else {}
     if "refused" in result:
         raise ValueError(result["refused"])

@@ -30,7 +30,8 @@ def test_a_training_step(program):
     assert memory["total"] == memory["arguments"] + memory["outputs"] - memory["aliased"] + memory["temporaries"]
     kinds = {row["kind"] for row in found["collectives"]}
     assert kinds >= {"ragged-all-to-all", "all-gather"} and all(row["sent_bytes"] > 0 for row in found["collectives"])
-    assert 0.5 < found["once"]["ours"] / found["once"]["compiler"] < 2
+    # The compiler also counts rounds that only an unbalanced load needs, and a scatter as whole arrays for every element.
+    assert 0 < found["once"]["ours"] < 1.05 * found["once"]["compiler"]
     assert found["accessed_bytes"]["bytes"] >= found["once"]["ours"]
     assert found["seconds"]["compiling"] > 0 and found["peak_rss_bytes"] > 2**27
     assert any("v5e:2x2 train: compiling" in line for line in lines)
