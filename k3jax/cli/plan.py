@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -13,7 +15,7 @@ from k3jax.cli.options import check
 class Plan:
     """Say what it takes to train or serve a model: memory, time, communication, cost.
 
-    Needs no device and no JAX. One mesh: python -m k3jax plan --mesh fsdp=64,expert=16 --hardware v5p --devices 1024.
+    Needs no device, and but for --aot no JAX. One mesh: python -m k3jax plan --mesh fsdp=64,expert=16 --hardware v5p --devices 1024.
     All of them, the fastest first: python -m k3jax plan --search --report plan.html
     """
 
@@ -49,6 +51,12 @@ class Plan:
     """Of a device for an hour; the cost comes in the same currency."""
     preset: Literal["long-context", "fine-tune", "kimi-linear", "four-bits"] | None = None
     """A ready question; of the other settings only --price and the files matter."""
+    aot: str | None = None
+    """TPU topology, such as v5p:8x8x16, that the step is also compiled for by the real compiler, in minutes."""
+    aot_top: int = 1
+    """How many strategies of a search, from the first, are compiled."""
+    aot_timeout: int = 900
+    """Seconds, after which the compiler is stopped."""
     json: str | None = None
     """JSON file to write."""
     csv: str | None = None
@@ -63,6 +71,9 @@ class Plan:
         check(
             ("devices", self.devices, self.devices >= 1, "at least 1"),
             ("price", self.price, self.price is None or self.price > 0, "positive"),
+            ("aot", self.aot, self.aot is None or not self.preset, "left out with --preset"),
+            ("aot-top", self.aot_top, self.aot_top >= 1, "at least 1"),
+            ("aot-timeout", self.aot_timeout, self.aot_timeout >= 1, "at least 1"),
             *((name, path, Path(path or "").parent.is_dir(), "in a folder that exists") for name, path in files),
         )
         from k3jax.plan import answer
@@ -109,8 +120,23 @@ class Plan:
             )
             workload = Serve(self.workload, self.batch, self.context, self.piece, self.experts)
         if self.search:
-            return [answer.best(model, workload, device, self.devices, self.price)]
-        return [answer.one(model, workload, device, self.devices, mesh_of(self.mesh), self.price)]
+            found = answer.best(model, workload, device, self.devices, self.price)
+        else:
+            found = answer.one(model, workload, device, self.devices, mesh_of(self.mesh), self.price)
+        return [self._compiled(model, found) if self.aot else found]
+
+    def _compiled(self, model, found):
+        """The answer with what the compiler says of its first strategies."""
+        from k3jax.plan.compare import compared
+
+        shown = sys.stderr.isatty()
+        say = lambda line: print(f"\r{line}", end="", file=sys.stderr, flush=True)  # noqa: E731
+        for prediction in found.chosen[: self.aot_top]:
+            text, rows = compared(model, prediction, self.aot, self.aot_timeout, say if shown else None)
+            found = dataclasses.replace(found, text=f"{found.text}\n{text}", compared=[*found.compared, *rows])
+            if shown:
+                print(file=sys.stderr)
+        return found
 
 
 def mesh_of(text: str):

@@ -153,6 +153,8 @@ def table(answer: Answer) -> str:
     lines += columns([heading, *map(strategy_row, answer.chosen)])
     if answer.chosen:
         lines += ["", *details(answer.chosen[0])]
+    if answer.compared:
+        lines += ["", *columns([tuple(answer.compared[0]), *(tuple(row.values()) for row in answer.compared)])]
     return "\n".join(lines)
 
 

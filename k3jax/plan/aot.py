@@ -120,7 +120,7 @@ def check(program: Program, timeout: float = 600, shrink: bool = False, say=None
 
     Raises:
         ValueError: sizes that do not fit together, an unknown topology, or no TPU compiler.
-        RuntimeError: the compiler failed for another reason.
+        ChildProcessError: the compiler failed for another reason.
 
     Example:
         >>> check(Program(model, MeshConfig(fsdp=2, expert=4), "v6e:2x4", batch=16, length=512))["fits"]
@@ -178,7 +178,7 @@ def _in_process(program: Program, timeout: float, say) -> dict[str, Any]:
         raise ValueError(result["refused"])
     if process.returncode or "fits" not in result:
         last = b"".join(errors).decode(errors="replace").strip().splitlines()[-1:]
-        raise RuntimeError(f"{program.topology}: the compiler's process ended with {process.returncode}: {''.join(last)}")
+        raise ChildProcessError(f"{program.topology}: the compiler's process ended with {process.returncode}: {''.join(last)}")
     return result
 
 
