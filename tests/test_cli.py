@@ -111,7 +111,7 @@ HELP_SAYS = {
     "convert synthesize": ["CONFIG", "DESTINATION", "--layers", "--num-experts", "--seed INT"],
     "bench": ["convert", "kda", "strategies"],
     "bench convert": ["--folder STR", "--gib FLOAT", "--repeats INT", "--dequantized", "--out"],
-    "plan": ["--hardware STR", "--mesh STR", "--search", "--price", "--preset", "--report"],
+    "plan": ["--hardware STR", "--mesh STR", "--search", "--aot", "--price", "--preset", "--report"],
     "bench kda": ["--tokens INT", "--dtype {float32,bfloat16}", "--long-tokens", "--decode-batch", "--out"],
     "bench strategies": ["--config STR", "--strategies", "--steps INT", "--out"],
     "inspect": ["PATH", "--tensor"],
