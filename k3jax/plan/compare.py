@@ -29,8 +29,9 @@ def compared(config: ModelConfig, p: Prediction, topology: str, timeout: float, 
         ChildProcessError: the compiler failed.
 
     Example:
-        >>> compared(cfg, predict(cfg, Train(), strategy, HARDWARE["v5p"]), "v5p:8x8x16", timeout=600)[0]
-        'fsdp=16 expert=16 tensor=4, compiled for v5p:8x8x16 in 219 s and 3.5 GiB: 71.2 GB a device'
+        >>> workload = Serve("decode", batch=64, context=131072)
+        >>> compared(cfg, predict(cfg, workload, strategy, HARDWARE["tpu7x"]), "tpu7x:4x4x2", timeout=600)[0]
+        'expert=16 tensor=4, compiled for tpu7x:4x4x2 in 278 s and 2.1 GiB: 74.6 GB a device'
     """
     found = check(program(config, p, topology), timeout, shrink=True, say=say)
     if not found["fits"]:
