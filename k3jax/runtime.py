@@ -5,6 +5,8 @@ from __future__ import annotations
 import atexit
 import contextlib
 import os
+import re
+import resource
 import sys
 import tempfile
 import time
@@ -111,3 +113,11 @@ def compiler_options() -> dict[str, str] | None:
 
     tpu = jax.default_backend() == "tpu" and jax.__version_info__ >= (0, 12)
     return {"xla_tpu_control_large_2nd_minor_layout_for_x16": "false"} if tpu else None
+
+
+def peak_memory() -> int:
+    """The most bytes of memory that this process has held; unlike `getrusage`, not what its parent held when it began."""
+    status = Path("/proc/self/status")
+    if not status.exists():
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+    return int(re.search(r"VmHWM:\s+(\d+) kB", status.read_text())[1]) * 1024

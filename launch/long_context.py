@@ -4,7 +4,6 @@
 5.5e11 scores of the one attention head.
 """
 
-import resource
 import sys
 import time
 from functools import cache, partial
@@ -97,7 +96,7 @@ def main(tokens: int = 1 << 20, chunk: int = 4096) -> dict:
             bar.update(tokens)
 
         _, filled = prefill(empty(), 0, tokens - few, chunk, watch)
-        held = peak_rss()
+        held = runtime.peak_memory()
         before = jax.tree.map(jnp.copy, filled)
         logits, filled = prefill(filled, tokens - few, tokens, chunk, watch)
     last = relative_difference((logits, filled), prefill(before, tokens - few, tokens, odd))
@@ -175,12 +174,6 @@ def relative_difference(a, b) -> float:
         return np.max(np.abs(x - y)) / np.max(np.abs(x))
 
     return float(np.max(jax.tree.leaves(jax.tree.map(relative, a, b))))  # NaN if any is
-
-
-def peak_rss() -> int:
-    """Most memory this process has held, in bytes."""
-    unit = 1 if sys.platform == "darwin" else 1024
-    return unit * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 
 
 if __name__ == "__main__":

@@ -1,5 +1,6 @@
 """Eight simulated devices, float64 available, and strict promotion for every test; models and checkpoints to share."""
 
+import gc
 import json
 import os
 import shutil
@@ -19,6 +20,17 @@ jax.config.update("jax_num_cpu_devices", 8)
 jax.config.update("jax_enable_x64", True)
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def programs_of_one_file(request):
+    """Compiled programs go when their file's tests are done: XLA crashes where a process has too many of them."""
+    yield
+    for value in vars(request.module).values():
+        if hasattr(value, "cache_clear"):
+            value.cache_clear()
+    jax.clear_caches()
+    gc.collect()
 
 
 @pytest.fixture(scope="session")

@@ -6,7 +6,6 @@ import hashlib
 import multiprocessing
 import os
 import random
-import resource
 import shutil
 import statistics
 import subprocess
@@ -27,6 +26,7 @@ from k3jax.hf.files import INDEX
 from k3jax.hf.names import table as released
 from k3jax.hf.synthesize import synthesize
 from k3jax.ops import mx
+from k3jax.runtime import peak_memory
 
 GIB = 2**30
 KILLED_GIB = 0.5  # of a checkpoint whose conversion is killed again and again
@@ -162,7 +162,7 @@ def _child(function: Callable, *arguments) -> dict[str, Any]:
 
 def _report_memory(send, function: Callable, *arguments) -> None:
     result = function(*arguments)
-    send.send((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024, result))
+    send.send((peak_memory(), result))
 
 
 def _command(*line: str) -> None:

@@ -200,9 +200,10 @@ def _main() -> None:
 def _compiled(program: Program, stage) -> dict[str, Any]:
     import importlib.metadata
     import importlib.util
-    import resource
 
     import jax
+
+    from k3jax.runtime import peak_memory
 
     if importlib.util.find_spec("libtpu") is None:
         raise ValueError("topology: the TPU compiler is not installed; pip install 'k3jax[tpu]'")
@@ -220,8 +221,7 @@ def _compiled(program: Program, stage) -> dict[str, Any]:
             seconds[name] = time.perf_counter() - start
     stage("reading")
     result |= _does_not_fit(step) if isinstance(step, str) else _read(step, mesh)
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-    return result | {"seconds": seconds, "peak_rss_bytes": peak}
+    return result | {"seconds": seconds, "peak_rss_bytes": peak_memory()}
 
 
 def _mesh(program: Program):

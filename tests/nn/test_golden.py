@@ -124,6 +124,9 @@ def test_gradients(name):
         array = gradients
         for part in leaf.path[1:]:
             array = array[part]
+        if leaf.part == "vision":
+            assert not np.any(array), leaf.path  # there are no images here
+            continue
         array = np.asarray(array).reshape(leaf.repeats, leaf.experts or 1, -1)
         for r in range(leaf.repeats):
             for released, gradient in zip(leaf.names(r), array[r], strict=True):

@@ -51,7 +51,7 @@ ONE = Strategy(MeshConfig(), "fixed")
 def dot_flops(text: str, unknown: tuple[float, ...]) -> float:
     """2 m n k of every matrix product, as often as its loops run; `unknown`: how often those run that do not say,
     outermost first. Of a conditional the branch with the fewest: what is computed in any case."""
-    computations, entry = hlo._parse(text)
+    computations, entry = hlo.parse(text)
 
     @cache
     def count(name: str, depth: int) -> float:
@@ -60,12 +60,12 @@ def dot_flops(text: str, unknown: tuple[float, ...]) -> float:
             sizes = re.search(r"\[([\d,]*)\]", shape)
             shapes[result] = [int(n) for n in sizes[1].split(",") if n] if sizes else []
             if kind == "dot":
-                left = shapes[hlo._operands(rest)[0]]
+                left = shapes[hlo.operands(rest)[0]]
                 inner = re.search(r"lhs_contracting_dims=\{([\d,]*)\}", rest)[1]
                 total += 2 * math.prod(shapes[result]) * math.prod(left[int(i)] for i in inner.split(",") if i)
             known = hlo._TRIPS.search(rest) if kind == "while" else None
             silent = kind == "while" and not known
-            called = [count(inner, depth + silent) for inner in hlo._called(rest)]
+            called = [count(inner, depth + silent) for inner in hlo.called(rest)]
             called = [min(called)] if kind == "conditional" else called
             total += sum(called) * (int(known[1]) if known else unknown[depth] if silent else 1)
         return total

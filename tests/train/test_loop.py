@@ -122,7 +122,12 @@ def test_divergence_names_the_step_and_keeps_the_last_good_checkpoint(run, tmp_p
             lambda c, r: dataclasses.replace(c, model=dataclasses.replace(c.model, vocab_size=128)),
             "model.vocab_size=128: must be at least 256",
         ),
-        (lambda c, r: dataclasses.replace(c, mesh=MeshConfig(fsdp=16), data=DataConfig(c.data.paths, 32, 16)), "needs 16 devices; there are 8"),
+        (
+            lambda c, r: dataclasses.replace(
+                c, mesh=MeshConfig(fsdp=16), data=dataclasses.replace(c.data, seq_len=32, batch_size=16)
+            ),
+            "needs 16 devices; there are 8",
+        ),
     ],
 )
 def test_mistakes_are_named(run, change, message):
