@@ -96,14 +96,14 @@ def _read_backward(eps, kept, cotangents):
     inward = -d_logits * scores * scale**3 / values.shape[-1]
 
     def add(j, sums):
-        d_sources, d_direction = sums
+        d_sources, d_directions = sums
         v = _slot(values, j, dtype)
         d_v = weights[j][..., None] * d_mix + along[j][..., None] * direction[None, None] + inward[j][..., None] * v
         d = _slot(d_sources, j, d_sources.dtype) + d_v.astype(d_sources.dtype)
-        d_direction += jnp.einsum("bt,btd->d", along[j], v)
-        return lax.dynamic_update_index_in_dim(d_sources, d, j, 0), d_direction
+        return lax.dynamic_update_index_in_dim(d_sources, d, j, 0), d_directions + along[j][..., None] * v
 
-    d_sources, d_direction = lax.fori_loop(0, count + 1, add, (d_sources, jnp.zeros_like(direction)))
+    d_sources, d_directions = lax.fori_loop(0, count + 1, add, (d_sources, jnp.zeros_like(d_mix)))
+    d_direction = jnp.sum(d_directions, axis=(0, 1))  # after the loop: over devices it is summed once, not for every slot
     d_query, d_norm = d_direction * norm.astype(dtype), d_direction * query.astype(dtype)
     return d_sources, values, None, d_query.astype(query.dtype), d_norm.astype(norm.dtype)
 
