@@ -142,6 +142,25 @@ class ProcessesConfig:
     coordinator: str = ""
     """host:port that process 0 listens on. `auto`: SLURM, GKE or Cloud TPU tell it, count and index. Empty: one process."""
 
+    def ranges(self):
+        """(key, value, whether it fits, what fits) of each setting."""
+        count, index, coordinator = dataclasses.astuple(self)
+        if coordinator == "auto":
+            left = "left to processes.coordinator=auto"
+            return ("processes.count", count, count == 1, left), ("processes.index", index, index == 0, left)
+        host, _, port = coordinator.rpartition(":")
+        address = "host:port of process 0 (such as localhost:1234), or auto"
+        named = bool(host) and port.isdecimal() and 0 < int(port) < 2**16
+        return (
+            ("processes.count", count, count >= 1, "at least 1"),
+            ("processes.index", index, 0 <= index < count, f"0 or more and below processes.count={count}"),
+            ("processes.coordinator", coordinator, named or (count == 1 and not coordinator), address),
+        )
+
+    def validate(self) -> None:
+        """Raises `ValueError`, one line, naming the key, the value found and what would be right."""
+        _refuse(self.ranges())
+
 
 @dataclass(frozen=True)
 class RunConfig:
@@ -206,11 +225,13 @@ class RunConfig:
             ("train.eval_windows", train.eval_windows, train.eval_windows >= 1, "at least 1"),
             ("train.log_every", train.log_every, train.log_every >= 1, "at least 1"),
             ("cpu_devices", self.cpu_devices, self.cpu_devices >= 0, "0 (the machine's own devices) or more"),
-            *self._processes_ranges(),
         )
-        for key, value, fits, right in ranges:
-            if not fits:
-                raise ValueError(f"{key}={value}: must be {right}")
+        _refuse(ranges)
+        self.processes.validate()
+        count, auto = self.processes.count, self.processes.coordinator == "auto"
+        right = "0 with processes.coordinator=auto" if auto else f"a multiple of processes.count={count}"
+        shared = not self.cpu_devices if auto else self.cpu_devices % count == 0
+        _refuse([("cpu_devices", self.cpu_devices, shared, right)])
         if -1 in vars(mesh).values():
             # Where the devices are not known yet, at least the rest can be checked.
             return self.on(self.cpu_devices or abs(mesh.size)).validate()
@@ -251,24 +272,11 @@ class RunConfig:
             axes = "*".join(f"mesh.{axis}" for axis in vars(mesh))
             raise ValueError(f"cpu_devices={self.cpu_devices}: must be {axes}={mesh.size}, or 0")
 
-    def _processes_ranges(self):
-        count, index, coordinator = dataclasses.astuple(self.processes)
-        if coordinator == "auto":
-            return (
-                ("processes.count", count, count == 1, "left to processes.coordinator=auto"),
-                ("processes.index", index, index == 0, "left to processes.coordinator=auto"),
-                ("cpu_devices", self.cpu_devices, not self.cpu_devices, "0 with processes.coordinator=auto"),
-            )
-        host, _, port = coordinator.rpartition(":")
-        address = "host:port of process 0 (such as localhost:1234), or auto"
-        named = bool(host) and port.isdecimal() and 0 < int(port) < 2**16
-        shared = self.cpu_devices % max(count, 1) == 0
-        return (
-            ("processes.count", count, count >= 1, "at least 1"),
-            ("processes.index", index, 0 <= index < count, f"0 or more and below processes.count={count}"),
-            ("processes.coordinator", coordinator, named or (count == 1 and not coordinator), address),
-            ("cpu_devices", self.cpu_devices, shared, f"a multiple of processes.count={count}"),
-        )
+
+def _refuse(ranges) -> None:
+    for key, value, fits, right in ranges:
+        if not fits:
+            raise ValueError(f"{key}={value}: must be {right}")
 
 
 def load_config(path: str | Path) -> RunConfig:

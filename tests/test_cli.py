@@ -106,7 +106,7 @@ HELP_SAYS = {
     "train": ["--config", "--train.beta1 FLOAT", "Peak learning rate", "--mesh.fsdp INT", "num_experts", "strategy="],
     "generate": ["--prompt", "--image STR", "--experts {packed,dequantized}", "--top-k"],
     "convert": ["export", "import", "synthesize"],
-    "convert import": ["SOURCE", "DESTINATION", "--experts {dequantized,packed}", "--layers", "--memory-gib FLOAT"],
+    "convert import": ["SOURCE", "DESTINATION", "--experts {dequantized,packed}", "--layers", "--memory-gib FLOAT", "--processes.count"],
     "convert export": ["SOURCE", "DESTINATION", "--shard-gb FLOAT", "--memory-gib FLOAT"],
     "convert synthesize": ["CONFIG", "DESTINATION", "--layers", "--num-experts", "--seed INT"],
     "bench": ["convert", "kda", "strategies"],
@@ -199,10 +199,13 @@ def test_convert(calls):
     assert cli.main(["convert", "import", "c", "d"]) == 0
     line = "convert import c d --experts packed --layers 3 --memory-gib 0.5"
     assert cli.main(line.split()) == 0
+    assert cli.main(["convert", "import", "e", "f", "--processes.coordinator", "auto"]) == 0
+    assert calls[-2] == ("setup", (), {"processes": ProcessesConfig(coordinator="auto")})
     assert [call for call in calls if call[0] != "setup"] == [
         ("export", ("a", "b"), {"max_shard_size": 5 * 10**9, "memory": 2**31}),
         ("import", ("c", "d"), {"experts": "dequantized", "layers": None, "memory": 2**31}),
         ("import", ("c", "d"), {"experts": "packed", "layers": 3, "memory": 2**29}),
+        ("import", ("e", "f"), {"experts": "dequantized", "layers": None, "memory": 2**31}),
     ]
 
 
@@ -325,6 +328,7 @@ def test_plan_ends_with_2_after_its_table_where_a_strategy_does_not_fit(capsys):
         ("train --config none.py", "none.py: no such file"),
         ("convert", "Expected one of {import, export, synthesize}."),
         ("convert import a b --layers 0", "--layers 0: must be at least 1"),
+        ("convert import a b --processes.count 2", "processes.coordinator=: must be host:port of process 0"),
         ("convert import a b --memory-gib 0", "--memory-gib 0.0: must be above 0"),
         ("convert export a b --shard-gb 0", "--shard-gb 0.0: must be above 0"),
         ("convert synthesize none.json b", "none.json: no such file"),

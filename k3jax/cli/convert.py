@@ -10,39 +10,42 @@ from typing import Annotated, Literal
 from tyro.conf import Positional, subcommand
 
 from k3jax.cli.options import check
+from k3jax.run_config import ProcessesConfig
 
 
 @dataclass(frozen=True)
 class Import:
     """Write a checkpoint of the released layout as one a run can start from, on any mesh.
 
-    Goes on where the same command was stopped, by whatever.
+    Goes on where the same command was stopped, by whatever. Several processes, one a host as a rule, share the pieces.
     """
 
     source: Positional[str]
     """Folder of the released layout."""
     destination: Positional[str]
-    """Folder to write."""
+    """Folder to write, which all processes see."""
     experts: Literal["dequantized", "packed"] = "dequantized"
     """MXFP4 experts as bfloat16, which training needs, or as they are stored."""
     layers: int | None = None
     """Only the first layers, for experiments; only the shards that hold them need to be there."""
     memory_gib: float = 2.0
-    """Most memory for data on its way."""
+    """Most memory for data on its way, in each process."""
+    processes: ProcessesConfig = ProcessesConfig()
 
     def run(self) -> None:
         check(
             ("layers", self.layers, self.layers is None or self.layers >= 1, "at least 1"),
             ("memory-gib", self.memory_gib, self.memory_gib > 0, "above 0"),
         )
+        self.processes.validate()
         from k3jax import runtime
 
-        runtime.setup()
+        runtime.setup(processes=self.processes)
         from k3jax.train import convert
 
-        convert.import_checkpoint(
-            self.source, self.destination, experts=self.experts, layers=self.layers, memory=int(self.memory_gib * 2**30)
-        )
+        options = {"experts": self.experts, "layers": self.layers, "memory": int(self.memory_gib * 2**30)}
+        with runtime.ending_together():
+            convert.import_checkpoint(self.source, self.destination, **options)
 
 
 @dataclass(frozen=True)

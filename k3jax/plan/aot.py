@@ -115,7 +115,8 @@ def check(program: Program, timeout: float = 600, shrink: bool = False, say=None
     Returns:
         `fits` (None: stopped), `seconds` of each stage, `peak_rss_bytes` of the process, `versions`, and
         where it fits: `memory` (bytes a device: arguments, outputs, aliased, temporaries, total, code), `collectives` (kind,
-        axes, times and sent_bytes a device), `accessed_bytes` (`hbm` of them in main memory), `flops`, `program_bytes`;
+        axes, times and sent_bytes a device), `accessed_bytes` (`hbm` of them in main memory; None where a loop does not say
+        how often it runs, as in training with AttnRes), `once` (bytes and flops with loops counted once), `program_bytes`;
         where it does not: `needed_bytes`, `available_bytes` and `message`.
 
     Raises:
@@ -314,7 +315,11 @@ def _read(compiled, mesh) -> dict[str, Any]:
         row = moved.setdefault((collective.kind, "*".join(collective.axes(mesh.shape))), [0, 0])
         row[0] += times
         row[1] += times * collective.sent
-    accessed, once = hlo_bytes.accessed(text), hlo_bytes.accessed(text, once=True)
+    once = hlo_bytes.accessed(text, once=True)
+    try:
+        accessed = hlo_bytes.accessed(text)._asdict()
+    except ValueError:  # the mixture over depth loops over the slots in use
+        accessed = None
     said = compiled.cost_analysis()
     return {
         "fits": True,
@@ -330,7 +335,7 @@ def _read(compiled, mesh) -> dict[str, Any]:
             {"kind": kind, "axes": axes, "times": times, "sent_bytes": sent}
             for (kind, axes), (times, sent) in sorted(moved.items(), key=lambda item: -item[1][1])
         ],
-        "accessed_bytes": accessed._asdict(),
+        "accessed_bytes": accessed,
         # The compiler's own count takes loops once; by the rules of `accessed` that is `ours`.
         "once": {"compiler": int(said["bytes accessed"]), "ours": once.bytes, "flops": int(said["flops"])},
         "program_bytes": len(text),

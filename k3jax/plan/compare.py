@@ -50,7 +50,8 @@ def compared(config: ModelConfig, p: Prediction, topology: str, timeout: float, 
         sent[collective["kind"]] += collective["sent_bytes"]
     predicted = {kind: sum(axes.values()) for kind, axes in p.communication.items()}
     rows += [row(p, f"sent by {kind}", predicted.get(kind, 0.0), sent[kind]) for kind in sorted({*sent, *predicted})]
-    rows.append(row(p, "moved in memory", sum(p.bytes.values()), found["accessed_bytes"]["hbm"]))
+    if found["accessed_bytes"]:
+        rows.append(row(p, "moved in memory", sum(p.bytes.values()), found["accessed_bytes"]["hbm"]))
     return f"{p.row}, compiled for {topology} in {spent}: {memory['total'] / 1e9:.1f} GB a device", rows
 
 

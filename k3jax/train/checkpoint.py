@@ -245,7 +245,8 @@ class PieceWriter:
     """A checkpoint whose leaves are written piece by piece, by any thread, and which `commit` makes step `step`.
 
     Until then it lies in a folder beside the steps. A writer of the same `identity` goes on from the pieces that a process
-    that was killed had written. Every piece is a file: uncompressed chunks of Zarr 3, in the layout Orbax restores.
+    that was killed had written. Every piece is a file: uncompressed chunks of Zarr 3, in the layout Orbax restores. Of several
+    processes all make one and call its `commit`; which of them writes a piece does not matter.
 
     Raises `CheckpointError` if the step exists, or the beginning of another one does.
 
@@ -263,9 +264,11 @@ class PieceWriter:
         self._unfinished = self.folder / _UNFINISHED
         if steps := _step_folders(self.folder):
             raise CheckpointError(f"{self.folder}: already holds step {steps[-1]}; choose another folder")
-        if not self._unfinished.exists():
+        begun = self._unfinished.exists()
+        meet("looked")  # before any changes it
+        if not begun:
             self._lay_out(meta, identity)
-        elif (self._unfinished / _IDENTITY).read_text() != identity:
+        if (self._unfinished / _IDENTITY).read_text() != identity:
             raise CheckpointError(f"{self._unfinished}: holds the beginning of another import; remove it first")
 
     def has(self, path: tuple[str, ...], box: Box) -> bool:
@@ -280,21 +283,26 @@ class PieceWriter:
 
     def commit(self) -> None:
         """Makes the pieces, of which none may be missing, a checkpoint."""
-        for path, leaf in self._leaves.items():
-            for box in leaf.boxes():
-                if not self.has(path, box):
-                    raise CheckpointError(f"{self._file(path, box)}: missing; it was removed while the others were written")
-        os.rename(self._unfinished, self.folder / str(self.step))
-        _sync(self.folder)
+        meet("written")
+        if jax.process_index() == 0:
+            for path, leaf in self._leaves.items():
+                for box in leaf.boxes():
+                    if not self.has(path, box):
+                        raise CheckpointError(f"{self._file(path, box)}: missing; it was removed while the others were written")
+            os.rename(self._unfinished, self.folder / str(self.step))
+            _sync(self.folder)
+        meet("committed")
 
     def _file(self, path: tuple[str, ...], box: Box) -> Path:
         return _piece(self._unfinished / _ARRAYS / ".".join(path), self._leaves[path].piece, box)
 
     def _lay_out(self, meta: dict, identity: str) -> None:
-        """Has Orbax save arrays of one value, and makes them as large as they will be."""
-        skeleton = self.folder / f"{_UNFINISHED}.new"
-        for left in (skeleton, skeleton.with_name(skeleton.name + _TEMPORARY)):
-            shutil.rmtree(left, ignore_errors=True)
+        """Has Orbax save arrays of one value, which takes all processes; process 0 makes them as large as they will be."""
+        skeleton, first = self.folder / f"{_UNFINISHED}.new", jax.process_index() == 0
+        if first:
+            for left in (skeleton, skeleton.with_name(skeleton.name + _TEMPORARY)):
+                shutil.rmtree(left, ignore_errors=True)
+        meet("cleared")
         context = ocp.Context()
         context.array.saving.use_ocdbt = False
         tree: dict = {}
@@ -305,17 +313,23 @@ class PieceWriter:
             node[path[-1]] = np.zeros(1, leaf.dtype)
         with context:
             ocp.save(skeleton, tree, custom_metadata=meta)
-        for path, leaf in self._leaves.items():
-            folder = skeleton / _ARRAYS / ".".join(path)
-            description = json.loads((folder / "zarr.json").read_text())
-            description["shape"] = leaf.shape
-            description["chunk_grid"]["configuration"]["chunk_shape"] = leaf.piece
-            endian = {"configuration": {"endian": "little"}} if leaf.dtype.itemsize > 1 else {}
-            description["codecs"] = [{"name": "bytes", **endian}]
-            _write(folder / "zarr.json", json.dumps(description).encode())
-            shutil.rmtree(folder / "c")
-        _write(skeleton / _IDENTITY, identity.encode())
-        os.rename(skeleton, self._unfinished)
+        if first:
+            for path, leaf in self._leaves.items():
+                _enlarge(skeleton / _ARRAYS / ".".join(path), leaf)
+            _write(skeleton / _IDENTITY, identity.encode())
+            os.rename(skeleton, self._unfinished)
+        meet("laid out")
+
+
+def _enlarge(folder: Path, leaf: Pieced) -> None:
+    """Turns an array of one value on disk into one of a leaf's shape without any."""
+    description = json.loads((folder / "zarr.json").read_text())
+    description["shape"] = leaf.shape
+    description["chunk_grid"]["configuration"]["chunk_shape"] = leaf.piece
+    endian = {"configuration": {"endian": "little"}} if leaf.dtype.itemsize > 1 else {}
+    description["codecs"] = [{"name": "bytes", **endian}]
+    _write(folder / "zarr.json", json.dumps(description).encode())
+    shutil.rmtree(folder / "c")
 
 
 def _piece(array: Path, piece: tuple[int, ...], box: Box) -> Path:

@@ -8,6 +8,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
+import jax
 import ml_dtypes
 import numpy as np
 
@@ -55,7 +56,8 @@ def import_checkpoint(
 
     Weights keep the types they are stored in; routed experts stay packed or become bfloat16, both exact. `layers` takes
     the first ones alone, and only the shards that hold them need to be there. After an error or a kill, the same call goes
-    on from the pieces that were written.
+    on from the pieces that were written. Of several processes all make the same call, with a `destination` that all see:
+    each reads and writes its share of the pieces.
 
     Raises `CheckpointError` naming all that is wrong with the headers before anything is written.
     """
@@ -69,7 +71,8 @@ def import_checkpoint(
                 jobs.append(job)
                 if writer.has(path, box):
                     written.add(job.key)
-        run(jobs, "import", lambda job: None, written.__contains__, memory)
+        share = jobs[jax.process_index() :: jax.process_count()]
+        run(share, "import", lambda job: None, written.__contains__, memory)
         writer.commit()
     except OSError as error:
         total = sum(leaf.nbytes for leaf in plan.leaves.values())

@@ -4,7 +4,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import PartitionSpec as P
 
+import k3jax
+from k3jax.bench import hlo
 from k3jax.ops.attnres import attnres_mix, keep_depth, read_depth
 
 EPS = 1e-5
@@ -120,3 +123,29 @@ def test_what_a_stack_keeps():
     assert saved(plainly)[0] >= 7  # of four slots each: one at least for every read
     whole, slots = saved(kept)
     assert whole <= 3 and slots <= 12  # all slots once, at the end, with what the last mixture keeps
+
+
+def test_devices_sum_the_gradient_of_a_read_once():
+    """With the sum over tokens in the loop over slots, the compiled loop has an all-reduce and this raises."""
+    mesh = k3jax.make_mesh(data=4, tensor=2)
+    sources = draw(19, 4, 4, 2, 8)
+
+    def gradients(sources, count, query, norm):
+        def read(*arguments):
+            h, sources, tape = read_depth(arguments[0], jnp.zeros_like(arguments[0]), count, *arguments[1:], EPS)
+            return h, keep_depth(sources, tape)
+
+        (h, kept), pull = jax.vjp(read, sources, query, norm)
+        return pull((h, jnp.zeros_like(kept)))
+
+    arguments = sources, jnp.asarray(2, jnp.int32), draw(20, 8), draw(21, 8)
+    expected = jax.jit(gradients)(*arguments)
+    with jax.set_mesh(mesh):
+        split = jax.device_put(sources, jax.NamedSharding(mesh, P(None, "data", "tensor")))
+        program = jax.jit(gradients).lower(split, *arguments[1:]).compile()
+        found = program(split, *arguments[1:])
+    sums = hlo.collectives(program.as_text())  # raises for a loop that communicates
+    assert all(times == 1 and one.kind == "all-reduce" for one, times in sums.items())
+    assert hlo.sent_bytes(sums) <= 160  # the direction's gradient, [D] in float64: over tensor's two, then data's four
+    for one, right in zip(found, expected, strict=True):
+        np.testing.assert_allclose(one, right, rtol=1e-12, atol=1e-12)
