@@ -14,7 +14,7 @@ from k3jax.config import ModelConfig
 from k3jax.ops import mx
 from k3jax.ops.experts import Activation
 from k3jax.ops.kda import accumulator
-from k3jax.sharding import along, constrain, mesh_axes
+from k3jax.sharding import along, constrain, mesh_axes, on_shards
 
 
 class Policy(NamedTuple):
@@ -91,6 +91,32 @@ def project(x: Array, w: Array, dtype=None) -> Array:
     rows, matrix = x.reshape(-1, math.prod(inputs)), w.reshape(-1, math.prod(inputs))
     y = lax.dot_general(rows, matrix, (((1,), (1,)), ((), ())), preferred_element_type=dtype)
     return y.reshape(*x.shape[:2], *outputs)
+
+
+def embed(table: Array, tokens: Array) -> Array:
+    """The rows of table [V,D] that tokens [B,T] name: [B,T,D], split as what flows between sublayers is.
+
+    Tokens and vectors move and the table does not: a device looks its own rows and columns up for all that it shares the
+    table with. Of the sum over parts of the vocabulary one term is not zero.
+    """
+    seq = along("seq", tokens.shape[1])
+    columns, rows = mesh_axes("embed"), mesh_axes("vocab")
+
+    def local(table, tokens):
+        if columns:
+            tokens = lax.all_gather(tokens, columns, axis=0, tiled=True)
+        if rows:
+            tokens = tokens - lax.axis_index(rows) * table.shape[0]
+            tokens = jnp.where(tokens < 0, table.shape[0], tokens)
+        x = jnp.take(table, tokens, axis=0, mode="fill", fill_value=0)
+        if columns:
+            x = lax.all_to_all(x, columns, 0, 2, tiled=True)
+        if rows:
+            x = lax.psum_scatter(x, rows, scatter_dimension=1, tiled=True) if seq else lax.psum(x, rows)
+        return (x,)
+
+    where = [("vocab", "embed"), ("batch", along("time", tokens.shape[1]))]
+    return on_shards(local, where, [("batch", seq)])(table, tokens)[0]
 
 
 class DenseFFN(nn.Module):

@@ -8,11 +8,11 @@ import flax
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
-from jax import Array
+from jax import Array, lax
 
 from k3jax.cache import Cache
 from k3jax.config import LayerKind, ModelConfig
-from k3jax.nn.layers import DenseFFN, Policy, project, rms_norm, weight
+from k3jax.nn.layers import DenseFFN, Policy, embed, project, rms_norm, weight
 from k3jax.nn.mixers import KimiDeltaAttention, LatentAttention
 from k3jax.nn.moe import LatentMoE, expert_stacks
 from k3jax.nn.vision import Projector, VisionTower, place_images
@@ -115,14 +115,14 @@ def recomputed(layer: Layer):
         return depth, stats
 
     def keep(variables, depth, starts_block, inputs):
-        running = jax.lax.dynamic_index_in_dim(depth.sources, depth.count, 0, keepdims=False)
+        running = lax.dynamic_index_in_dim(depth.sources, depth.count, 0, keepdims=False)
         return forward(variables, depth, starts_block, inputs), (variables, running, depth.count, starts_block, inputs)
 
     def backward(kept, cotangents):
         variables, running, count, starts_block, inputs = kept
         (d_sources, values, _), _ = cotangents
         # Else a compiler that unrolls the loop over layers finds both passes alike and keeps what the first computed.
-        running, values, d_sources = jax.lax.optimization_barrier((running, values, d_sources))
+        running, values, d_sources = lax.optimization_barrier((running, values, d_sources))
         slot = jnp.arange(values.shape[0], dtype=jnp.int32)[:, None, None, None]
         values = jnp.where(slot < count, values, jnp.where(slot == count, running[None], jnp.zeros((), values.dtype)))
 
@@ -132,7 +132,8 @@ def recomputed(layer: Layer):
             return keep_depth(depth.sources, depth.tape)
 
         _, pull = jax.vjp(again, variables["params"], values)
-        d_params, d_sources = pull(d_sources)
+        # Else a layer's gradients wait, with all that they are made of, until the layers before it are done.
+        d_params, d_sources = lax.optimization_barrier(pull(d_sources))
         return {name: d_params if name == "params" else None for name in variables}, Depth(d_sources, values, None), None, None
 
     function = jax.custom_vjp(forward)
@@ -270,11 +271,11 @@ class K3(nn.Module):
         start, present = jnp.zeros((), jnp.int32), None
         if cache is not None:
             start = cache.length
-            present = jax.lax.dynamic_update_slice_in_dim(cache.present, attention_ids, start, axis=1)
+            present = lax.dynamic_update_slice_in_dim(cache.present, attention_ids, start, axis=1)
         inputs = {"ids": ids, "attention_ids": attention_ids, "start": start, "present": present, "experts": None}
 
         seq = along("seq", T)
-        x = constrain(jnp.take(self.embed_tokens, tokens, axis=0), "batch", seq, None)
+        x = embed(self.embed_tokens, tokens)
         if images is not None:
             features = self.mm_projector(self.vision_tower(images))
             x = place_images(x, features, tokens, images, cfg.vision.media_placeholder_token_id)

@@ -114,7 +114,7 @@ def _routed(cfg, policy, x, z, valid, gate, bias, experts, seq):
     body = partial(_routed_local, cfg, policy, mesh_axes("experts"), mesh_axes("batch") + mesh_axes(seq))
     tokens = ("batch", seq)
     arrays, tree = jax.tree.flatten(experts)
-    axes = Packed((None, "experts"), (None, "experts"), ()) * 3 if len(arrays) > 3 else [("experts",)] * 3
+    axes = Packed((None, "experts"), (None, "experts"), ()) * 3 if len(arrays) > 3 else [("experts", "expert_out")] * 3
     run = on_shards(
         lambda *x: body(*x[:5], jax.tree.unflatten(tree, x[5:])), [tokens, tokens, tokens, (), (), *axes], [tokens, ()]
     )
@@ -123,6 +123,8 @@ def _routed(cfg, policy, x, z, valid, gate, bias, experts, seq):
 
 def _routed_local(cfg, policy, expert_axes, token_axes, x, z, valid, gate, bias, experts):
     B, T, D = x.shape
+    if shards := mesh_axes("expert_out"):  # gathered here, so that the sum of their gradients leaves each device its shard
+        experts = tuple(lax.all_gather(w, shards, axis=1, tiled=True) for w in experts)
     wide = accumulator(policy.dtype)
     flat = valid.reshape(-1)
     logits = jnp.einsum("nd,ed->ne", x.reshape(-1, D).astype(wide), gate.astype(wide))

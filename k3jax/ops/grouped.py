@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import Array, lax
 
 from k3jax.ops import packed
@@ -51,10 +52,20 @@ class Pairs(NamedTuple):
 def sort_pairs(indices: Array, valid: Array, num_experts: int) -> Pairs:
     """indices [n,k] and valid [n] as `Pairs`."""
     expert = jnp.where(valid[:, None], indices, num_experts).astype(jnp.int32).reshape(-1)
-    order = jnp.argsort(expert, stable=True).astype(jnp.int32)
+    order = _sorted_by(expert, num_experts + 1)
     position = jnp.zeros_like(order).at[order].set(jnp.arange(order.size, dtype=jnp.int32), unique_indices=True)
     counts = jnp.zeros(num_experts, jnp.int32).at[expert].add(1, mode="drop")
     return Pairs(order, position, expert, counts, jnp.cumsum(counts, dtype=jnp.int32) - counts)
+
+
+def _sorted_by(group: Array, groups: int) -> Array:
+    """Indices of [m] numbers below `groups`, in their order, equal ones as they come."""
+    m = group.size
+    if groups * m > 2**32:
+        return jnp.argsort(group, stable=True).astype(jnp.int32)
+    # TPUs compile a sort of numbers alone five times as fast as one that carries indices.
+    key = group.astype(jnp.uint32) * np.uint32(m) + jnp.arange(m, dtype=jnp.uint32)
+    return (lax.sort(key, is_stable=False) % np.uint32(m)).astype(jnp.int32)
 
 
 # ---- a loop over blocks ------------------------------------------------------------------------------------
@@ -217,13 +228,15 @@ def to_tokens(rows: Array, weights: Array, pair: Array, slot: Array) -> Array:
 
 def sum_slots(rows: Array, slot: Array, weights: Array | None = None) -> Array:
     """sum_j weights_ij rows_(slot_ij), with weights 1 by default; a slot beyond the rows gives zeros."""
-    # One choice at a time: [n,k,L] is never held.
-    total = 0
-    for j in range(slot.shape[1]):
-        picked = jnp.take(rows, slot[:, j], axis=0, mode="fill", fill_value=0)
-        picked = picked if weights is None else picked * weights[:, j, None]
-        total = total + picked.astype(accumulator(rows.dtype))
-    return total.astype(rows.dtype)
+
+    def add(total, choice):  # one choice at a time: [n,k,L] is never held
+        at, weight = choice
+        picked = jnp.take(rows, at, axis=0, mode="fill", fill_value=0)
+        picked = picked if weight is None else picked * weight[:, None]
+        return total + picked.astype(total.dtype), None
+
+    zeros = jnp.zeros((slot.shape[0], rows.shape[1]), accumulator(rows.dtype))
+    return lax.scan(add, zeros, (slot.T, weights if weights is None else weights.T))[0].astype(rows.dtype)
 
 
 def _to_rows_forward(x, pair, slot):

@@ -86,8 +86,7 @@ def quantize(x, fmt="mxfp4", scale_rule="even"):
     """
     element = _check(x, fmt, scale_rule)
     codes, scale = _encode(x, element, scale_rule)
-    codes = lax.bitcast_convert_type(codes.astype(element.uint), element.dtype)
-    return codes.reshape(x.shape), scale.astype(jnp.uint8).squeeze(-1)
+    return lax.bitcast_convert_type(codes.astype(element.uint), element.dtype), scale
 
 
 def dequantize(codes, scale, dtype=jnp.float32):
@@ -119,8 +118,7 @@ def dequantize(codes, scale, dtype=jnp.float32):
         )
     dtype = jnp.dtype(dtype)
     _check_float("dtype", dtype)
-    codes = lax.bitcast_convert_type(codes, element.uint).reshape(*blocks, BLOCK)
-    return _decode(codes, scale[..., None], element, dtype)
+    return _decode(lax.bitcast_convert_type(codes, element.uint), scale, element, dtype)
 
 
 @partial(jax.custom_jvp, nondiff_argnums=(1, 2))
@@ -225,21 +223,21 @@ def _round_through_jvp(dtype, primals, tangents):
 # Called outside jit too, at export and import: compiled, they take one pass instead of twenty temporaries.
 @partial(jax.jit, static_argnums=(1, 2))
 def _encode(x, element, scale_rule):
-    """Codes [..., n/32, 32] and scale [..., n/32, 1] of x [..., n], both as integers of x's size."""
+    """Codes [..., n], as integers of x's size, and scale [..., n/32] uint8 of x [..., n]."""
+    # Blocks have an axis of their own only where their largest value is taken: on TPUs a minor axis of 32 is a copy.
     work = _WORK[x.dtype.name]
-    if x.dtype == jnp.bfloat16:
-        # A convert could be merged with the one that made x, and see the value from before its rounding.
-        bits = lax.bitcast_convert_type(x, jnp.uint16).astype(work.int) << 16
-    else:
-        bits = lax.bitcast_convert_type(x, work.int)
-    bits = bits.reshape(*x.shape[:-1], -1, BLOCK)
-    magnitude = bits & jnp.iinfo(work.int).max
-
-    amax = magnitude.max(axis=-1, keepdims=True)  # floats of one sign are ordered like their bits
+    # As integers of its own size: a convert could be merged with the one that made x, and see it before its rounding.
+    narrow = x.dtype == jnp.bfloat16
+    bits = lax.bitcast_convert_type(x, jnp.uint16 if narrow else work.int)
+    magnitude = bits & jnp.iinfo(jnp.int16 if narrow else work.int).max
+    amax = magnitude.reshape(*x.shape[:-1], -1, BLOCK).max(axis=-1)  # floats of one sign are ordered like their bits
+    if narrow:
+        bits, magnitude, amax = (part.astype(work.int) << 16 for part in (bits, magnitude, amax))
     quarter = 1 << (work.mantissa - 2)  # added to a mantissa of 1.75 or more, it carries into the exponent
     exponent = ((amax + quarter if scale_rule == "even" else amax) >> work.mantissa) - work.bias
     scale = jnp.clip(exponent - element.emax + _SCALE_BIAS, 0, _NAN_SCALE - 1)
-    scale = jnp.where(amax < work.infinity, scale, _NAN_SCALE)
+    code = jnp.where(amax < work.infinity, scale, _NAN_SCALE).astype(jnp.uint8)
+    scale = _spread(code).astype(work.int)
 
     # A subnormal is that many 2^(1 - bias - mantissa); as a float it is normal, with an exponent field below 1.
     count = lax.bitcast_convert_type(magnitude.astype(work.dtype), work.int)
@@ -257,14 +255,19 @@ def _encode(x, element, scale_rule):
     # The hidden bit of `kept` is one step of the exponent field, and so is a carry out of it.
     codes = (jnp.maximum(exponent - element.emin, 0) << element.mantissa) + kept
     sign = (bits >> (jnp.iinfo(work.int).bits - 1)) & element.sign
-    return jnp.minimum(codes, element.top) | sign, scale
+    return jnp.minimum(codes, element.top) | sign, code
+
+
+def _spread(scale):
+    """[..., n/32] -> [..., n], to each value its block's."""
+    return jnp.broadcast_to(scale[..., None], (*scale.shape, BLOCK)).reshape(*scale.shape[:-1], -1)
 
 
 @partial(jax.jit, static_argnums=(2, 3))
 def _decode(codes, scale, element, dtype):
-    """Values [..., n] of integer codes [..., n/32, 32] and scale [..., n/32, 1], in dtype."""
+    """Values [..., n] of integer codes [..., n] and scale [..., n/32] uint8, in dtype."""
     work = _WORK[dtype.name]
-    codes, scale = codes.astype(work.int), scale.astype(work.int)
+    codes, scale = codes.astype(work.int), _spread(scale).astype(work.int)
     magnitude = codes & (element.sign - 1)
 
     # |value| = significand * 2^power
@@ -281,8 +284,7 @@ def _decode(codes, scale, element, dtype):
     nan = work.infinity | (1 << (work.mantissa - 1))
     bits = jnp.where((scale == _NAN_SCALE) | (magnitude > element.top), nan, bits)
     bits = jnp.where(codes >= element.sign, bits | jnp.iinfo(work.int).min, bits)
-    values = lax.bitcast_convert_type(bits, work.dtype).astype(dtype)
-    return values.reshape(*values.shape[:-2], -1)
+    return lax.bitcast_convert_type(bits, work.dtype).astype(dtype)
 
 
 def _check(x, fmt, scale_rule):

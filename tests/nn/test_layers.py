@@ -8,8 +8,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from k3jax import ModelConfig
-from k3jax.nn.layers import DenseFFN, Policy, float32_weight, log_uniform_dt, rms_norm, weight
+from k3jax import ModelConfig, make_mesh
+from k3jax.nn.layers import DenseFFN, Policy, embed, float32_weight, log_uniform_dt, rms_norm, weight
+from k3jax.sharding import spec
 
 CFG = ModelConfig(
     model_type="kimi_linear",
@@ -122,3 +123,27 @@ def test_decay_biases_spread_over_memories():
     # Log-uniform: a quarter in each quarter of the exponents.
     counts, _ = np.histogram(np.log10(dt), bins=4, range=(-3, -1))
     assert np.all(np.abs(counts / 4000 - 0.25) < 0.03), counts
+
+
+@pytest.mark.parametrize("T", [8, 1])
+@pytest.mark.parametrize("axes", [{"fsdp": 2, "expert": 2, "tensor": 2}, {"fsdp": 4, "data": 2}, {"context": 2, "tensor": 4}])
+def test_embedding_on_a_mesh_moves_no_table(axes, T):
+    mesh = make_mesh(**axes)
+    V, D = 24, 20
+    rng = np.random.default_rng(0)
+    table, tokens = rng.normal(size=(V, D)), rng.integers(V, size=(8, T)).astype(np.int32)
+    cotangent = rng.normal(size=(8, T, D))
+
+    def both(table, tokens, cotangent):
+        x, pull = jax.vjp(lambda table: embed(table, tokens), table)
+        return x, pull(cotangent)[0]
+
+    expected = jax.jit(both)(table, tokens, cotangent)
+    with jax.set_mesh(mesh):
+        placed = jax.device_put(table, jax.NamedSharding(mesh, spec(("vocab", "embed"), table.shape, mesh)))
+        program = jax.jit(both, out_shardings=(None, placed.sharding)).lower(placed, tokens, cotangent).compile()
+        x, gradient = program(placed, tokens, cotangent)
+    np.testing.assert_array_equal(x, expected[0])
+    np.testing.assert_allclose(gradient, expected[1], rtol=1e-14, atol=1e-14)
+    tables = {(V, D), (V // mesh.shape["tensor"], D)} - {placed.sharding.shard_shape((V, D))}
+    assert tables and not any(f"[{rows},{columns}]" in program.as_text() for rows, columns in tables)

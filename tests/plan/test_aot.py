@@ -32,7 +32,8 @@ def test_a_training_step(program):
     assert kinds >= {"ragged-all-to-all", "all-gather"} and all(row["sent_bytes"] > 0 for row in found["collectives"])
     # The compiler also counts rounds that only an unbalanced load needs, and a scatter as whole arrays for every element.
     assert 0 < found["once"]["ours"] < 1.05 * found["once"]["compiler"]
-    assert found["accessed_bytes"]["bytes"] >= found["once"]["ours"]
+    # At least the state is read and written; of branches for an unbalanced load nothing is counted there.
+    assert found["accessed_bytes"]["bytes"] >= memory["arguments"] + memory["outputs"]
     assert found["seconds"]["compiling"] > 0 and found["peak_rss_bytes"] > 2**27
     assert any("v5e:2x2 train: compiling" in line for line in lines)
 
