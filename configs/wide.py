@@ -1,7 +1,8 @@
 """Kimi K3 at a width where matrix products dominate, to time: eight layers of 2048 in blocks of two, 4 experts.
 
 Command: python -m k3jax bench step --config configs/wide.py
-Time: six minutes on 2 CPU cores, 15 GB of memory. Result: 77 % of the rate of a matrix product (JAX 0.12).
+Time: seven minutes on 2 CPU cores with --repeats 2, 15 GB of memory. Result: AttnRes adds 2.8 % to a training step and 1.3 %
+to a decoding step (JAX 0.12).
 """
 
 from k3jax.config import ModelConfig

@@ -57,6 +57,8 @@ class Plan:
     """How many strategies of a search, from the first, are compiled."""
     aot_timeout: int = 900
     """Seconds, after which the compiler is stopped."""
+    aot_quick: bool = False
+    """Compile at a lower level, in half the time: memory is the same within a few percent, collectives may differ."""
     json: str | None = None
     """JSON file to write."""
     csv: str | None = None
@@ -132,7 +134,8 @@ class Plan:
         shown = sys.stderr.isatty()
         say = lambda line: print(f"\r{line}", end="", file=sys.stderr, flush=True)  # noqa: E731
         for prediction in found.chosen[: self.aot_top]:
-            text, rows = compared(model, prediction, self.aot, self.aot_timeout, say if shown else None)
+            options = {"quick": self.aot_quick, "say": say if shown else None}
+            text, rows = compared(model, prediction, self.aot, self.aot_timeout, **options)
             found = dataclasses.replace(found, text=f"{found.text}\n{text}", compared=[*found.compared, *rows])
             if shown:
                 print(file=sys.stderr)

@@ -236,7 +236,9 @@ def sum_slots(rows: Array, slot: Array, weights: Array | None = None) -> Array:
         return total + picked.astype(total.dtype), None
 
     zeros = jnp.zeros((slot.shape[0], rows.shape[1]), accumulator(rows.dtype))
-    return lax.scan(add, zeros, (slot.T, weights if weights is None else weights.T))[0].astype(rows.dtype)
+    choices = slot.T, weights if weights is None else weights.T
+    # Unrolled, CPUs take half the time over it, and the TPU compiler seven times as long.
+    return lax.scan(add, zeros, choices, unroll=jax.default_backend() == "cpu")[0].astype(rows.dtype)
 
 
 def _to_rows_forward(x, pair, slot):

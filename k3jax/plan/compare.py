@@ -11,18 +11,20 @@ from k3jax.plan.aot import Program, check
 from k3jax.plan.setting import Train
 
 
-def program(config: ModelConfig, p: Prediction, topology: str) -> Program:
+def program(config: ModelConfig, p: Prediction, topology: str, quick: bool = False) -> Program:
     """The step that `p` predicts, for a topology such as v5p:8x8x16."""
     w = p.workload
     if isinstance(w, Train):
         options = {"length": w.sequence, "qat": w.qat, "remat": w.remat, "grad_accum": w.grad_accum}
     else:
         options = {"phase": w.phase, "length": w.context, "piece": w.piece, "experts": w.experts}
-    return Program(config, p.strategy.mesh, topology, batch=w.batch, **options)
+    return Program(config, p.strategy.mesh, topology, batch=w.batch, quick=quick, **options)
 
 
-def compared(config: ModelConfig, p: Prediction, topology: str, timeout: float, say=None) -> tuple[str, list[dict]]:
-    """The compiler's verdict in words, and its figures beside the predicted ones as rows of a table.
+def compared(
+    config: ModelConfig, p: Prediction, topology: str, timeout: float, quick: bool = False, say=None
+) -> tuple[str, list[dict]]:
+    """The compiler's verdict in words, and its figures beside the predicted ones as rows of a table. `quick`: see `Program`.
 
     Raises:
         ValueError: an unknown topology, no TPU compiler, sizes that do not fit together.
@@ -33,7 +35,7 @@ def compared(config: ModelConfig, p: Prediction, topology: str, timeout: float, 
         >>> compared(cfg, predict(cfg, workload, strategy, HARDWARE["tpu7x"]), "tpu7x:4x4x2", timeout=600)[0]
         'expert=16 tensor=4, compiled for tpu7x:4x4x2 in 278 s and 2.1 GiB: 74.6 GB a device'
     """
-    found = check(program(config, p, topology), timeout, shrink=True, say=say)
+    found = check(program(config, p, topology, quick), timeout, shrink=True, say=say)
     if not found["fits"]:
         change = f"; {found['fits_with']} would fit" if "fits_with" in found else ""
         needed = [row(p, "memory", p.memory, found["needed_bytes"])] if "needed_bytes" in found else []

@@ -56,7 +56,7 @@ def main(out: str, names: list[str]) -> None:
     path = Path(out)
     found = json.loads(path.read_text()) if path.is_file() else {}
     for name in names or PROGRAMS:
-        found[name] = check(program(name))
+        found[name] = check(program(name), timeout=1800)
         path.write_text(json.dumps(found, indent=1) + "\n")
         print(name, found[name].get("memory") or found[name]["message"], flush=True)
 

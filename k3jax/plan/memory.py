@@ -55,8 +55,10 @@ def _serving(
     }
     if mesh["fsdp"] > 1:
         found["gathered weights"] = gathered_layer(config, workload, mesh)
-    elif workload.experts == "packed" and not stays_packed(workload, strategy, hardware, s):
-        found["unpacked experts"] = unpacked_experts(config, s)
+    elif not stays_packed(workload, strategy, hardware, s):
+        found["a layer's experts"] = layer_experts(config, s)
+    if config.full_attn_layers:
+        found["a layer's output projection"] = config.hidden_size * s.mla_heads * config.v_head_dim * NARROW
     return found
 
 
@@ -134,8 +136,8 @@ def unsummed_gradients(config: ModelConfig, s: Sizes) -> float:
     return 2 * s.experts * config.expert_parameters * NARROW
 
 
-def unpacked_experts(config: ModelConfig, s: Sizes) -> float:
-    """One layer's resident experts as bfloat16 values."""
+def layer_experts(config: ModelConfig, s: Sizes) -> float:
+    """One layer's resident experts as bfloat16 values: unpacked, or copied out of the stack of all layers'."""
     return s.experts * config.expert_parameters * NARROW
 
 

@@ -25,7 +25,8 @@ COLOURS = {
     "exchange": "#bf9000",
     "gathered weights": "#7f6084",
     "unsummed gradients": "#c9a0dc",
-    "unpacked experts": "#7f6084",
+    "a layer's experts": "#7f6084",
+    "a layer's output projection": "#c9a0dc",
     "loss": "#a5a5a5",
     "logits": "#a5a5a5",
 }

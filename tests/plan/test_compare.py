@@ -56,6 +56,7 @@ def test_figures_side_by_side(tiny, asked):
     assert by_name["arguments"]["difference"] == f"{off:+.1f} %"
     (program, timeout), = asked
     assert (program.phase, program.batch, program.length, program.mesh) == ("train", 8, 16, p.strategy.mesh) and timeout == 60
+    assert not program.quick
 
 
 def test_what_does_not_fit_says_what_would(tiny, asked):
@@ -73,8 +74,9 @@ def test_the_command_compiles_the_first_of_a_search(asked, tmp_path, capsys):
     asked.answers = [FITS, TOO_LARGE]
     out = tmp_path / "plan.json"
     line = "plan --search --config configs/midsize.py --hardware v5e --devices 4 --batch 16 --sequence 512"
-    assert cli.main([*line.split(), "--aot", "v5e:2x2", "--aot-top", "2", "--json", str(out)]) == 0
+    assert cli.main([*line.split(), "--aot", "v5e:2x2", "--aot-top", "2", "--aot-quick", "--json", str(out)]) == 0
     assert len({str(program.mesh) + str(program.remat) + str(program.grad_accum) for program, _ in asked}) == 2
+    assert all(program.quick for program, _ in asked)
     printed = capsys.readouterr().out
     assert "compiled for v5e:2x2 in 62 s" in printed and "does not fit: needed 5.0" in printed
     (answer,) = json.loads(out.read_text())["answers"]
