@@ -275,8 +275,11 @@ class K3(nn.Module):
         inputs = {"ids": ids, "attention_ids": attention_ids, "start": start, "present": present, "experts": None}
 
         seq = along("seq", T)
-        x = embed(self.embed_tokens, tokens)
-        if images is not None:
+        if images is None:
+            x = embed(self.embed_tokens, tokens)
+        else:
+            # On CPUs the collectives of `embed` and of the tower, which do not depend on each other, can lock each other out.
+            x = constrain(jnp.take(self.embed_tokens, tokens, axis=0), "batch", seq, None)
             features = self.mm_projector(self.vision_tower(images))
             x = place_images(x, features, tokens, images, cfg.vision.media_placeholder_token_id)
         sources = jnp.zeros((cfg.num_attn_res_blocks + 1, *x.shape), x.dtype).at[0].set(x)
