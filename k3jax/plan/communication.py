@@ -41,6 +41,7 @@ def transfers(config: ModelConfig, workload: Workload, strategy: Strategy) -> li
     passes = 2 * parts if training else 1
     found = [*weight_gathers(config, workload, mesh, passes), *exchanges(config, workload, strategy, s)]
     found += [*sequence_transfers(config, workload, mesh, s), *context_transfers(config, workload, mesh, s)]
+    found += embedding_transfers(config, workload, mesh, s)
     if training:
         found += gradient_sums(config, workload, mesh, parts)
     return [transfer for transfer in found if transfer.sent > 0]
@@ -59,15 +60,18 @@ def _ways(mesh: Mapping[str, int], axes: Iterable[str]) -> int:
 def weight_gathers(config: ModelConfig, workload: Workload, mesh: Mapping[str, int], passes: int) -> list[Transfer]:
     """Weights split over fsdp are gathered in the compute dtype where they are used: shard (R - 1) a pass.
 
-    Packed experts are gathered as values: they are unpacked where they lie.
+    Packed experts are gathered as values: they are unpacked where they lie. The embedding, half of what the vocabulary
+    splits, stays where it is. Without remat the gathered experts are kept for the derivative.
     """
     R, found = mesh["fsdp"], defaultdict(float)
+    kept = isinstance(workload, Train) and not workload.remat
     if R == 1:
         return []
     for group in variables(config, workload):
         if group.axes & {"embed", "expert_out"}:
             what = "experts" if group.routed else "dense weights"
-            found[what] += group.values(mesh) * NARROW * (R - 1) * passes
+            times = passes / 2 if group.routed and kept else passes
+            found[what] += group.values(mesh) * NARROW * (R - 1) * times / (2 if "vocab" in group.axes else 1)
     return [Transfer(f"{what} gathered", "all-gather", ("fsdp",), sent) for what, sent in found.items()]
 
 
@@ -86,7 +90,7 @@ def gradient_sums(config: ModelConfig, workload: Train, mesh: Mapping[str, int],
         n = group.on(mesh) * NARROW * parts
         what = "experts' gradients" if group.routed else "dense gradients"
         if "fsdp" in split and mesh["fsdp"] > 1:
-            found[what, "reduce-scatter", ("fsdp",)] += n * (mesh["fsdp"] - 1)
+            found[what, "reduce-scatter", ("fsdp",)] += n * (mesh["fsdp"] - 1) / (2 if "vocab" in group.axes else 1)
         rest = tuple(axis for axis in token_axes if axis not in split)
         if rest:
             R = _ways(mesh, rest)
@@ -142,6 +146,18 @@ def sequence_transfers(config: ModelConfig, workload: Workload, mesh: Mapping[st
     return [
         Transfer("activations gathered", "all-gather", ("tensor",), gathers * moved),
         Transfer("activations summed", "reduce-scatter", ("tensor",), scatters * moved),
+    ]
+
+
+def embedding_transfers(config: ModelConfig, workload: Workload, mesh: Mapping[str, int], s: Sizes) -> list[Transfer]:
+    """Over fsdp, which splits its columns: tokens to all that have some, and vectors back; gradients the other way."""
+    R, training = mesh["fsdp"], isinstance(workload, Train)
+    times = workload.grad_accum if training else 1
+    tokens = s.rows * s.time * times
+    vectors = tokens * config.hidden_size * NARROW * (R - 1) / R * (2 if training else 1)
+    return [
+        Transfer("tokens to the embedding", "all-gather", ("fsdp",), tokens * 4 * (R - 1)),
+        Transfer("embedded tokens", "all-to-all", ("fsdp",), vectors),
     ]
 
 
