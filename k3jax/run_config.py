@@ -142,24 +142,22 @@ class ProcessesConfig:
     coordinator: str = ""
     """host:port that process 0 listens on. `auto`: SLURM, GKE or Cloud TPU tell it, count and index. Empty: one process."""
 
-    def ranges(self):
-        """(key, value, whether it fits, what fits) of each setting."""
+    def validate(self) -> None:
+        """Raises `ValueError`, one line, naming the key, the value found and what would be right."""
         count, index, coordinator = dataclasses.astuple(self)
         if coordinator == "auto":
             left = "left to processes.coordinator=auto"
-            return ("processes.count", count, count == 1, left), ("processes.index", index, index == 0, left)
+            _refuse([("processes.count", count, count == 1, left), ("processes.index", index, index == 0, left)])
+            return
         host, _, port = coordinator.rpartition(":")
         address = "host:port of process 0 (such as localhost:1234), or auto"
         named = bool(host) and port.isdecimal() and 0 < int(port) < 2**16
-        return (
+        ranges = (
             ("processes.count", count, count >= 1, "at least 1"),
             ("processes.index", index, 0 <= index < count, f"0 or more and below processes.count={count}"),
             ("processes.coordinator", coordinator, named or (count == 1 and not coordinator), address),
         )
-
-    def validate(self) -> None:
-        """Raises `ValueError`, one line, naming the key, the value found and what would be right."""
-        _refuse(self.ranges())
+        _refuse(ranges)
 
 
 @dataclass(frozen=True)
@@ -274,6 +272,7 @@ class RunConfig:
 
 
 def _refuse(ranges) -> None:
+    """Complains of the first (key, value, whether it fits, what fits) that does not."""
     for key, value, fits, right in ranges:
         if not fits:
             raise ValueError(f"{key}={value}: must be {right}")

@@ -290,7 +290,7 @@ def _compile(lowered, quick: bool):
     from k3jax.runtime import compiler_options
 
     try:
-        return lowered.compile(compiler_options() | {"optimization_level": "O1"} if quick else None)
+        return lowered.compile((compiler_options() or {}) | {"optimization_level": "O1"} if quick else None)
     except Exception as error:
         if _TOO_LARGE.search(str(error)):
             return str(error)
