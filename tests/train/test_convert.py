@@ -45,16 +45,6 @@ def tensors(folder):
     return {name: (header, checkpoint.tensor(name).tobytes()) for name, header in checkpoint.headers.items()}
 
 
-def files(folder):
-    """Content of every file but the ones with a time in them."""
-    found = {str(path.relative_to(folder)): path for path in folder.rglob("*") if path.is_file()}
-    return {
-        name: path.read_bytes()
-        for name, path in found.items()
-        if path.name not in ("_CHECKPOINT_METADATA", "commit_success.txt")
-    }
-
-
 # ---- what comes of it --------------------------------------------------------------------------------------
 
 
@@ -97,7 +87,7 @@ def test_import_and_export_give_every_byte_back(name, experts, tmp_path, small_p
     assert quantization(released) == quantization(exported)
 
 
-def test_a_run_of_many_devices_is_exported_as_from_memory(tmp_path, tiny):
+def test_a_run_of_many_devices_is_exported_as_from_memory(tmp_path, tiny, files):
     """Leaves that lie in pieces on every axis, in Orbax's own files."""
     mesh = k3jax.make_mesh(fsdp=2, expert=2, tensor=2)
     shardings = model_shardings(tiny, mesh)
@@ -190,7 +180,7 @@ def killed(what, source, destination, calls):
     assert done.returncode == -signal.SIGKILL, done.stderr
 
 
-def test_killed_and_gone_on(tmp_path, small_pieces, monkeypatch):
+def test_killed_and_gone_on(tmp_path, small_pieces, files, monkeypatch):
     source = DATA / "k3_tiny"
     import_checkpoint(source, tmp_path / "import")
     export_checkpoint(tmp_path / "import", tmp_path / "export", max_shard_size=10**12)

@@ -57,14 +57,7 @@ def run(destination, kill_at=(-1, -1)):
     return codes, [[] if code else json.loads(lines[-1]) for code, lines in zip(codes, said, strict=True)]
 
 
-def files(folder):
-    """Content of every file but the ones with a time in them."""
-    found = {path.relative_to(folder): path for path in folder.rglob("*") if path.is_file()}
-    times = "_CHECKPOINT_METADATA", "commit_success.txt"
-    return {name: path.read_bytes() for name, path in found.items() if path.name not in times}
-
-
-def test_shares_make_a_whole(tmp_path, monkeypatch):
+def test_shares_make_a_whole(tmp_path, files, monkeypatch):
     codes, written = run(tmp_path / "two")
     assert codes == [0, 0]
     monkeypatch.setattr(pieces, "PIECE_BYTES", 5000)
