@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import flax.linen as nn
 import jax
+import jax.numpy as jnp
 from jax import Array
 from jax.experimental import mesh_utils
 from jax.sharding import AxisType, Mesh, NamedSharding
@@ -106,6 +108,27 @@ def on_shards(fn: Callable, in_axes: Sequence[Logical], out_axes: Sequence[Logic
     to_specs = lambda axes: tuple(P(*(mesh_axes(name) or None for name in logical)) for logical in axes)  # noqa: E731
     # Results that are equal on several devices are so by construction; the check would not see it through collectives.
     return jax.shard_map(fn, mesh=mesh, in_specs=to_specs(in_axes), out_specs=to_specs(out_axes), check_vma=False)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(1, 2))
+def gathered(x: Array, axes: tuple[str, ...], axis: int) -> Array:
+    """Inside `shard_map`, x whole along `axis`, which mesh axes split; every device's derivative is summed and split again.
+
+    Example:
+        >>> w = gathered(w, mesh_axes("embed"), 1)
+    """
+    return jax.lax.all_gather(x, axes, axis=axis, tiled=True)
+
+
+def _gathered_backward(axes, axis, _, d):
+    # As rows of which each device gets a stretch: else TPUs may sum everything everywhere, and then take their part.
+    d = d.reshape(*d.shape[:axis], jax.lax.axis_size(axes), -1, *d.shape[axis + 1 :])
+    parts = jnp.moveaxis(d, axis, 0)
+    rows = jax.lax.psum_scatter(parts.reshape(-1, parts.shape[-1]), axes, scatter_dimension=0, tiled=True)
+    return (rows.reshape(parts.shape[1:]),)
+
+
+gathered.defvjp(lambda x, axes, axis: (gathered(x, axes, axis), None), _gathered_backward)
 
 
 def tree_shardings(boxed, mesh: Mesh):

@@ -73,6 +73,8 @@ def collectives(text: str) -> Counter[Collective]:
         for result, shape, kind, rest in computations[name]:
             sizes[result] = size(shape)
             kind = kind.removesuffix("-start")
+            if kind == "all-reduce" and name.startswith("all-reduce-scatter"):  # a fusion: how TPUs write it
+                kind = "reduce-scatter"
             if kind in SENT:
                 groups = _groups(rest, devices)
                 given = operands(rest)[: 1 if kind == "ragged-all-to-all" else None]  # at most all rows; others say where

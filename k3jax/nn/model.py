@@ -309,8 +309,11 @@ class K3(nn.Module):
 
     def unembed(self, hidden: Array) -> Array:
         """lm_head(RMSNorm(hidden)): [..., T, D] -> [..., T, vocab]."""
-        normed = rms_norm(hidden, self.norm, self.cfg.rms_norm_eps)
-        return constrain(project(normed, self.lm_head), "batch", along("time", hidden.shape[1]), "vocab")
+        return constrain(project(*self.head_inputs(hidden)), "batch", along("time", hidden.shape[1]), "vocab")
+
+    def head_inputs(self, hidden: Array) -> tuple[Array, Array]:
+        """RMSNorm(hidden) [..., T, D] and lm_head [vocab, D], whose product are the logits."""
+        return rms_norm(hidden, self.norm, self.cfg.rms_norm_eps), self.lm_head
 
 
 def init_variables(model: K3, key: Array):

@@ -17,7 +17,7 @@ from k3jax.ops.experts import Unit, apply_experts
 from k3jax.ops.kda import accumulator
 from k3jax.ops.packed import Packed
 from k3jax.ops.router import expert_load, quantile_histogram, route
-from k3jax.sharding import along, constrain, mesh_axes, on_shards
+from k3jax.sharding import along, constrain, gathered, mesh_axes, on_shards
 
 
 @flax.struct.dataclass
@@ -123,8 +123,8 @@ def _routed(cfg, policy, x, z, valid, gate, bias, experts, seq):
 
 def _routed_local(cfg, policy, expert_axes, token_axes, x, z, valid, gate, bias, experts):
     B, T, D = x.shape
-    if shards := mesh_axes("expert_out"):  # gathered here, so that the sum of their gradients leaves each device its shard
-        experts = tuple(lax.all_gather(w, shards, axis=1, tiled=True) for w in experts)
+    if shards := mesh_axes("expert_out"):
+        experts = tuple(gathered(w, shards, 1) for w in experts)
     wide = accumulator(policy.dtype)
     flat = valid.reshape(-1)
     logits = jnp.einsum("nd,ed->ne", x.reshape(-1, D).astype(wide), gate.astype(wide))

@@ -2,62 +2,76 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from functools import partial
 
 import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
 from k3jax.ops.kda import accumulator
+from k3jax.sharding import along, gathered, mesh_axes, on_shards
 
 
-def token_losses(logits: Array, targets: Array) -> Array:
-    """-log softmax(logits)[target] in nats, in float32 (float64 for float64): [B,T,vocab], [B,T] -> [B,T]."""
+def token_losses(logits: Array, targets: Array, axes: tuple[str, ...] = ()) -> Array:
+    """-log softmax(logits)[target] in nats, in float32 (float64 for float64): [...,vocab], [...] -> [...].
+
+    axes: mesh axes over which the vocabulary is split (inside `shard_map`); `logits` are then this device's part.
+    """
     logits = logits.astype(accumulator(logits.dtype))
-    chosen = jnp.take_along_axis(logits, targets[..., None], axis=-1)[..., 0]
-    return jax.nn.logsumexp(logits, axis=-1) - chosen
+    top = jnp.max(lax.stop_gradient(logits), axis=-1)
+    place = targets
+    if axes:
+        top = lax.pmax(top, axes)
+        place = targets - lax.axis_index(axes) * logits.shape[-1]
+    here = (place >= 0) & (place < logits.shape[-1])
+    chosen = jnp.take_along_axis(logits, jnp.where(here, place, 0)[..., None], axis=-1)[..., 0]
+    total, chosen = jnp.sum(jnp.exp(logits - top[..., None]), axis=-1), jnp.where(here, chosen - top, 0)
+    if axes:
+        total, chosen = lax.psum((total, chosen), axes)
+    return jnp.log(total) - chosen
 
 
-def cross_entropy(
-    hidden: Array,
-    unembed: Callable[[Array], Array],
-    targets: Array,
-    weights: Array,
-    chunk: int = 256,
-    ways: tuple[int, int] = (1, 1),
-) -> Array:
-    """sum_t weights_t (-log softmax(unembed(hidden_t))[targets_t]), `chunk` tokens of a device at a time.
+def cross_entropy(hidden: Array, head: Array, targets: Array, weights: Array, chunk: int = 256) -> Array:
+    """sum_t weights_t (-log softmax(head hidden_t)[targets_t]), a part of the tokens at a time.
 
-    The backward pass computes each chunk's logits anew.
+    The backward pass computes each part's logits anew. On a mesh, each device gathers the columns of its rows of `head`
+    once, and its gradient is summed once; devices that share the vocabulary take the same tokens together.
 
     Args:
-        hidden: [B,T,D]. unembed: [B,C,D] -> [B,C,vocab].
-        targets: [B,T] int. weights: [B,T], 0 where nothing is learnt.
-        chunk: a device holds the logits of so many tokens, or of one position of all its rows.
-        ways: equal parts of B and of T that lie on different devices; all work on every chunk.
+        hidden: [B,T,D]. head: [vocab,D]. targets: [B,T] int. weights: [B,T], 0 where nothing is learnt.
+        chunk: a device holds the logits of no more than so many tokens, or as much of more tokens' parts.
 
     Returns:
         The weighted sum in float32 (float64 for float64 hidden).
 
     Example:
-        >>> total = cross_entropy(out.hidden, head, targets, weights)
+        >>> total = cross_entropy(*model.apply(variables, out.hidden, method="head_inputs"), targets, weights)
         >>> loss = total / jnp.sum(weights)
     """
-    B, T, _ = hidden.shape
-    dtype = accumulator(hidden.dtype)
-    split, stretches = ways
-    chunk = min(max(chunk * split // B, 1), T // stretches)  # positions
+    tokens = ("batch", along("seq", hidden.shape[1]))
+    weights = weights.astype(accumulator(hidden.dtype))
+    run = on_shards(partial(_local, chunk, *map(mesh_axes, tokens)), [tokens, ("vocab", "embed"), tokens, tokens], [()])
+    return run(hidden, head, targets, weights)[0]
+
+
+def _local(chunk, batch, seq, hidden, head, targets, weights):
+    columns, rows = mesh_axes("embed"), mesh_axes("vocab")
+    if columns:
+        head = gathered(head, columns, 1)
+    shared = tuple(axis for axis in rows if axis in seq)  # have tokens of their own
+    tokens = targets.size
+    chunk = min(chunk, tokens)
 
     def chunks(x):
-        x = x.reshape(B, stretches, -1, *x.shape[2:])
-        x = jnp.pad(x, ((0, 0), (0, 0), (0, -x.shape[2] % chunk)) + ((0, 0),) * (x.ndim - 3))
-        x = x.reshape(B, stretches, -1, chunk, *x.shape[3:])
-        return jnp.moveaxis(x, 2, 0).reshape(-1, B, stretches * chunk, *x.shape[4:])
+        x = x.reshape(tokens, *x.shape[2:])
+        return jnp.pad(x, ((0, -tokens % chunk),) + ((0, 0),) * (x.ndim - 1)).reshape(-1, chunk, *x.shape[1:])
 
     @jax.checkpoint
     def step(total, part):
-        hidden, targets, weights = part
-        return total + jnp.sum(weights * token_losses(unembed(hidden), targets)), None
+        hidden, targets, weights = lax.all_gather(part, shared, tiled=True) if shared else part
+        logits = lax.dot_general(hidden, head, (((1,), (1,)), ((), ())))
+        return total + jnp.sum(weights * token_losses(logits, targets, rows)), None
 
-    parts = chunks(hidden), chunks(targets), chunks(weights.astype(dtype))
-    return lax.scan(step, jnp.zeros((), dtype), parts)[0]
+    total, _ = lax.scan(step, jnp.zeros((), weights.dtype), tuple(map(chunks, (hidden, targets, weights))))
+    apart = batch + tuple(axis for axis in seq if axis not in shared)
+    return (lax.psum(total, apart) if apart else total,)

@@ -19,7 +19,7 @@ from k3jax.ops.loss import cross_entropy
 from k3jax.ops.router import quantile_bias_from_histogram
 from k3jax.run_config import RunConfig
 from k3jax.runtime import compiler_options
-from k3jax.sharding import current_mesh, spec, tree_shardings, ways
+from k3jax.sharding import spec, tree_shardings
 from k3jax.train.optim import make_optimizer
 
 
@@ -91,9 +91,8 @@ def batch_loss(model: K3, params, router, batch: dict[str, Array], total_weight:
     out = model.apply(
         variables, batch["tokens"], segment_ids=batch["segment_ids"], pixel_values=batch.get("images")
     )
-    head = lambda hidden: model.apply(variables, hidden, method="unembed")  # noqa: E731
-    parts = ways("batch", current_mesh()), ways("time", current_mesh())
-    loss = cross_entropy(out.hidden, head, batch["targets"], batch["weights"], ways=parts)
+    hidden, head = model.apply(variables, out.hidden, method="head_inputs")
+    loss = cross_entropy(hidden, head, batch["targets"], batch["weights"])
     return loss / total_weight.astype(loss.dtype), out.router
 
 

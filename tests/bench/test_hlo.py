@@ -101,6 +101,13 @@ HloModule jit_step, is_scheduled=true, entry_computation_layout={(f32[4]{0})->f3
   ROOT %scattered = bf16[2,4]{1,0} reduce-scatter(bf16[16,4]{1,0:T(8,128)(2,1)} %p), replica_groups={}, dimensions={0}, to_apply=%add
 }
 
+%all-reduce-scatter.2.clone (q: bf16[16,4]) -> bf16[2,4] {
+  %q = bf16[16,4]{1,0} parameter(0)
+  %zero = s32[] constant(0)
+  %everywhere = bf16[16,4]{1,0} all-reduce(%q), replica_groups={}, to_apply=%add
+  ROOT %part = bf16[2,4]{1,0} dynamic-slice(%everywhere, %zero, %zero), dynamic_slice_sizes={2,4}
+}
+
 ENTRY %main (x: f32[4], s: s4[6], t: token[]) -> f32[4] {
   %x = f32[4]{0} parameter(0), metadata={op_name="all-gather(x)"}
   %s = s4[6]{0} parameter(1)
@@ -111,6 +118,7 @@ ENTRY %main (x: f32[4], s: s4[6], t: token[]) -> f32[4] {
   %alone = f32[4]{0} all-reduce(%x), replica_groups={{0},{1},{2},{3},{4},{5},{6},{7}}, to_apply=%add
   %apart = ((bf16[16,4]{1,0}), bf16[2,4]{1,0}) async-start(%half), calls=%wrapped
   %back = bf16[2,4]{1,0} async-done(%apart)
+  %kept = bf16[2,4]{1,0} fusion(%half), kind=kCustom, calls=%all-reduce-scatter.2.clone
   ROOT %moved = f32[4]{0} collective-permute(%x), source_target_pairs={{0,4},{4,0}}
 }
 """
@@ -120,7 +128,7 @@ def test_text_of_other_backends():
     assert collectives(TEXT) == {
         Collective("all-gather", 16, ((0, 2), (1, 3), (4, 6), (5, 7))): 1,
         Collective("all-reduce", 2 * (16 + 3 + 16) * 3 // 4, ((0, 1, 2, 3), (4, 5, 6, 7))): 1,
-        Collective("reduce-scatter", 128 * 7 // 8, (tuple(range(8)),)): 1,
+        Collective("reduce-scatter", 128 * 7 // 8, (tuple(range(8)),)): 2,
         Collective("collective-permute", 16, ((0, 4), (4, 0))): 1,
     }
 
