@@ -13,6 +13,7 @@ import typing
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -31,6 +32,23 @@ class Segment(NamedTuple):
 
     unit: tuple[LayerKind, ...]
     repeats: int
+
+
+@lru_cache(maxsize=64)
+def _segments(layers: tuple[LayerKind, ...]) -> tuple[Segment, ...]:
+    """`layers` cut so that the segments' units have the fewest layers in all; among those, into the fewest segments."""
+    n = len(layers)
+    best: dict[int, tuple[int, int, tuple[Segment, ...]]] = {n: (0, 0, ())}  # of the layers from there on
+    for start in reversed(range(n)):
+        cuts = []
+        for size in range(1, n - start + 1):
+            unit, end, repeats = layers[start : start + size], start, 0
+            while layers[end : end + size] == unit:
+                end, repeats = end + size, repeats + 1
+                in_units, segments, rest = best[end]
+                cuts.append((size + in_units, 1 + segments, (Segment(unit, repeats), *rest)))
+        best[start] = min(cuts, key=lambda cut: cut[:2])
+    return best[0][2]
 
 
 @dataclass(frozen=True)
@@ -101,7 +119,7 @@ class ModelConfig:
 
     Example:
         >>> cfg = ModelConfig.from_hf("checkpoint/config.json")
-        >>> cfg.segments[1].repeats
+        >>> cfg.segments[2].repeats
         22
     """
 
@@ -245,27 +263,11 @@ class ModelConfig:
 
     @property
     def segments(self) -> tuple[Segment, ...]:
-        """The stack as units and repeats: the period that repeats longest, cut at its multiples from layer 0.
+        """The stack as units and repeats, with as few layers in units as can be: a compiler works on each of them.
 
-        Kimi K3 gives its first four layers, the unit (KDA, KDA, KDA, MLA) 22 times, and the last MLA layer.
+        Kimi K3 gives its first layer, two KDA layers, the unit (MLA, KDA, KDA, KDA) 22 times, and two MLA layers.
         """
-        layers, n = self.layers, self.num_hidden_layers
-        best = (0, 1, 0, 0)  # layers in repeats, -period, start, repeats
-        for period in range(1, n // 2 + 1):
-            for start in range(0, n - 2 * period + 1, period):
-                repeats = 1
-                unit = layers[start : start + period]
-                while layers[start + repeats * period : start + (repeats + 1) * period] == unit:
-                    repeats += 1
-                if repeats > 1:
-                    best = max(best, (repeats * period, -period, start, repeats))
-        covered, _, start, repeats = best
-        pieces = [
-            Segment(layers[:start], 1),
-            Segment(layers[start : start + covered // max(repeats, 1)], repeats),
-            Segment(layers[start + covered :], 1),
-        ]
-        return tuple(s for s in pieces if s.unit and s.repeats)
+        return _segments(self.layers)
 
     def layer_address(self, i: int) -> tuple[int, int, int]:
         """(segment, repeat, place in unit) of 0-based layer i: where its parameters are stacked."""

@@ -107,12 +107,18 @@ def _keep_programs(jax) -> None:
 def compiler_options() -> dict[str, str] | None:
     """For the compiler of a step, of JAX's default platform.
 
-    Left alone, TPU 7x's lays 16-bit weights out anew before they are multiplied: all of them, at once, in every step.
+    Left alone, TPU 7x's lays 16-bit weights out anew before they are multiplied: all of them, at once, in every step. And
+    TPUs' breaks a product with an operand to be gathered into a ring of small ones, once for every product that the operand
+    has: more is sent and there is more to compile. (That what a ring hides is less is reasoned, not measured.)
     """
     import jax
 
-    tpu = jax.default_backend() == "tpu" and jax.__version_info__ >= (0, 12)
-    return {"xla_tpu_control_large_2nd_minor_layout_for_x16": "false"} if tpu else None
+    if jax.default_backend() != "tpu" or jax.__version_info__ < (0, 12):
+        return None
+    return {
+        "xla_tpu_control_large_2nd_minor_layout_for_x16": "false",
+        "xla_jf_spmd_threshold_for_windowed_einsum_mib": "1000000",
+    }
 
 
 def peak_memory() -> int:

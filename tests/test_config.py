@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from k3jax.config import LayerKind, ModelConfig, Segment
+from k3jax.config import LayerKind, ModelConfig, Segment, _segments
 
 DATA = Path(__file__).parent / "data"
 CONFIGS = Path(__file__).parents[1] / "configs"
@@ -54,9 +54,10 @@ def test_kimi_k3_schedule(k3):
     assert [i for i, mixer in enumerate(mixers) if mixer == "mla"] == [*range(3, 92, 4), 92]
     assert [i for i, kind in enumerate(k3.layers) if kind.ffn == "dense"] == [0]
     assert k3.segments == (
-        Segment((LayerKind("kda", "dense"), KDA, KDA, MLA), 1),
-        Segment((KDA, KDA, KDA, MLA), 22),
-        Segment((MLA,), 1),
+        Segment((LayerKind("kda", "dense"),), 1),
+        Segment((KDA,), 2),
+        Segment((MLA, KDA, KDA, KDA), 22),
+        Segment((MLA,), 2),
     )
     assert k3.num_attn_res_blocks == 8
     assert (k3.latent_size, k3.shared_intermediate_size) == (3584, 6144)
@@ -64,9 +65,9 @@ def test_kimi_k3_schedule(k3):
 
 def test_kimi_linear_schedule(linear):
     assert linear.segments == (
-        Segment((LayerKind("kda", "dense"), KDA, KDA, MLA), 1),
-        Segment((KDA, KDA, KDA, MLA), 5),
-        Segment((KDA, KDA, MLA), 1),
+        Segment((LayerKind("kda", "dense"),), 1),
+        Segment((KDA, KDA, MLA, KDA), 6),
+        Segment((KDA, MLA), 1),
     )
     assert linear.num_attn_res_blocks == 0
     assert linear.latent_size == linear.hidden_size
@@ -74,7 +75,7 @@ def test_kimi_linear_schedule(linear):
 
 @pytest.mark.parametrize(
     "layer, address",
-    [(0, (0, 0, 0)), (3, (0, 0, 3)), (4, (1, 0, 0)), (9, (1, 1, 1)), (91, (1, 21, 3)), (92, (2, 0, 0))],
+    [(0, (0, 0, 0)), (2, (1, 1, 0)), (3, (2, 0, 0)), (9, (2, 1, 2)), (90, (2, 21, 3)), (92, (3, 1, 0))],
 )
 def test_layer_address(k3, layer, address):
     assert k3.layer_address(layer) == address
@@ -90,6 +91,24 @@ def test_segments_unroll_to_the_layers(model):
     cfg = ModelConfig.from_hf(DATA / model)
     unrolled = [kind for unit, repeats in cfg.segments for _ in range(repeats) for kind in unit]
     assert unrolled == list(cfg.layers)
+
+
+@pytest.mark.parametrize(
+    "kinds, expected",
+    [
+        ("a", "a1"),
+        ("aaa", "a3"),
+        ("ab", "ab1"),
+        ("abab", "ab2"),
+        ("aabab", "a1 ab2"),
+        ("xaabaaabaaabb", "x1 a2 baaa2 b2"),
+        ("aabbaabb", "aabb2"),
+        ("aaaabbbb", "a4 b4"),
+    ],
+)
+def test_segments_have_the_fewest_layers_in_units(kinds, expected):
+    found = [("".join(unit), repeats) for unit, repeats in _segments(tuple(kinds))]
+    assert " ".join(f"{unit}{n}" for unit, n in found) == expected
 
 
 def test_moe_layer_freq(linear):

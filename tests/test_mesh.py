@@ -230,6 +230,6 @@ def test_a_checkpoint_loads_straight_onto_a_mesh():  # packed: tests/train/test_
         variables = k3jax.load_hf(folder, param_dtype=jnp.float64, mesh=mesh)
         model = k3jax.K3(k3jax.ModelConfig.from_hf(folder), jnp.float64, jnp.float64)
         logits = jax.jit(lambda v, x: model.apply(v, x).logits)(variables, jnp.asarray(golden["input_ids"]))
-    layer = variables["params"]["segment_1"]["layer_0"]["block_sparse_moe"]["experts"]
+    layer = variables["params"]["segment_3"]["layer_0"]["block_sparse_moe"]["experts"]
     assert {x.sharding.spec for x in jax.tree.leaves(layer)} == {P(None, "expert", None, None)}
     assert errors(logits, golden["logits"])[""] <= 1e-9

@@ -22,6 +22,7 @@ _ESTIMATE = re.compile(r'"bytes_accessed":"?(\d+)')
 _PARAMETER = re.compile(r"(\d+)\)")
 _CALLS = re.compile(r"\bcalls=%?([\w.-]+)")
 _TARGET = re.compile(r'custom_call_target="([^"]*)"')
+_ARRAY = re.compile(r"[a-z]\w*\[[\d,]*\](?:\{[^}]*\})?")
 _BODY = re.compile(r"\bbody=%?([\w.-]+)")
 
 
@@ -99,6 +100,9 @@ def _one(computations, shapes, shape: str, kind: str, rest: str) -> Access:
             return _NONE
         if told := _ESTIMATE.search(rest):
             return Access(int(told[1]), int(told[1]))
+    if kind in ("copy-start", "slice-start"):  # (copy, original, ...) and ((original), slice, ...)
+        made = _of(_ARRAY.findall(shape)[kind == "slice-start"])
+        return made + Access(made.bytes, made.bytes if _of(operands[0]).hbm else 0)
     if kind in _SLICES:
         return _of(shape).times(2)
     if kind == "dynamic-update-slice":
@@ -161,5 +165,4 @@ def _uses(computations, name: str) -> list[int | None]:
 def _of(shape: str) -> Access:
     """Of a value: all of it. Beside the cores is where its layout says S(1)."""
     total = hlo.size(shape)
-    parts = re.findall(r"[a-z]\w*\[[\d,]*\](?:\{[^}]*\})?", shape)
-    return Access(total, sum(hlo.size(part) for part in parts if "S(1)" not in part))
+    return Access(total, sum(hlo.size(part) for part in _ARRAY.findall(shape) if "S(1)" not in part))

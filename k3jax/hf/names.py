@@ -192,7 +192,7 @@ def _kda(cfg: ModelConfig) -> list[_Row]:
         _Row("dt_bias", (H, K), (H * K,), "F32"),
         *gate,
         _Row("o_norm.weight", (K,), dtype="F32"),
-        _Row("o_proj.weight", (D, H, K), (D, H * K)),
+        _Row("o_proj.weight", (D, H * K)),
     ]
 
 
@@ -213,7 +213,7 @@ def _mla(cfg: ModelConfig) -> list[_Row]:
         _Row("kv_a_layernorm.weight", (L,)),
         _Row("kv_b_proj.weight", (H, K + V, L), (H * (K + V), L)),
         *([_Row("g_proj.weight", (H, V, D), (H * V, D))] if cfg.mla_use_output_gate else []),
-        _Row("o_proj.weight", (D, H, V), (D, H * V)),
+        _Row("o_proj.weight", (D, H * V)),
     ]
 
 

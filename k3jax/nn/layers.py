@@ -134,8 +134,10 @@ class DenseFFN(nn.Module):
             for name in ("gate_proj", "up_proj")
         )
         down = weight(self, "down_proj", (D, self.width), ("embed", "mlp"), cfg.initializer_range)
+        time = along("time", x.shape[1])
+        x = constrain(x, "batch", time, None)  # once, for both products and their derivatives
         h = activation(cfg)(project(x, gate), project(x, up))
-        return project(constrain(h, "batch", along("time", x.shape[1]), "mlp"), down)
+        return project(constrain(h, "batch", time, "mlp"), down)
 
 
 def log_uniform_dt(low: float = 1e-3, high: float = 1e-1):

@@ -90,7 +90,7 @@ class KimiDeltaAttention(nn.Module):
         o_norm = float32_weight(self, "o_norm", nn.initializers.ones, (K,), (None,))
         o = rms_norm(o.astype(wide), o_norm, cfg.rms_norm_eps) * jax.nn.sigmoid(gate.astype(wide))
         o = constrain(o.astype(dtype), *tokens, None)
-        y = project(o, weight(self, "o_proj", (D, H, K), ("embed", "heads", None), std))
+        y = _output(self, o)
         if stacks is not None:
             stacks = with_layer_cache(stacks, repeat, {"state": state, **new_cache})
         return y, stacks
@@ -147,8 +147,15 @@ class LatentAttention(nn.Module):
             wide = accumulator(dtype)
             o = (o.astype(wide) * jax.nn.sigmoid(gate.astype(wide))).astype(dtype)
         o = constrain(o, *tokens, None)
-        y = project(o, weight(self, "o_proj", (D, H, V), ("embed", "heads", None), std))
+        y = _output(self, o)
         return y, stacks
+
+
+def _output(module: nn.Module, o: Array) -> Array:
+    """W_o of the heads' outputs [B,T,H,V], side by side: [B,T,D]."""
+    cfg = module.cfg
+    o = o.reshape(*o.shape[:2], -1)  # with axes H and V of its own, TPUs would copy the weight before each product
+    return project(o, weight(module, "o_proj", (cfg.hidden_size, o.shape[2]), ("embed", "heads"), cfg.initializer_range))
 
 
 def _time(x: Array, cache: dict | None) -> str | None:

@@ -78,6 +78,7 @@ class Layer(nn.Module):
 
         h, sources, tape = read("self_attention")
         h = rms_norm(h, norm("input_layernorm"), eps)
+        h = constrain(h, "batch", along("time", h.shape[1]), None)  # once, for all projections and their derivatives
         count = jnp.where(starts_block, count + 1, count) if cfg.attn_res_block_size else count
         if self.kind.mixer == "kda":
             mixer = KimiDeltaAttention(cfg, policy, name="self_attn")

@@ -26,7 +26,7 @@ AXES: dict[str, tuple[str | None, ...]] = {
     **dict.fromkeys(("q_b_proj", "kv_b_proj"), ("heads", None, "embed")),
     "A_log": ("heads",),
     "dt_bias": ("heads", None),
-    "o_proj": ("embed", "heads", None),
+    "o_proj": ("embed", "heads"),
     "routed_expert_down_proj": (None, "embed"),
     "routed_expert_up_proj": ("embed", None),
     **dict.fromkeys(("w1", "w2", "w3"), ("experts", "expert_out", None)),

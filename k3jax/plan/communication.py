@@ -61,17 +61,18 @@ def weight_gathers(config: ModelConfig, workload: Workload, mesh: Mapping[str, i
     """Weights split over fsdp are gathered in the compute dtype where they are used: shard (R - 1) a pass.
 
     Packed experts are gathered as values: they are unpacked where they lie. The embedding, half of what the vocabulary
-    splits, stays where it is. Without remat the gathered experts are kept for the derivative.
+    splits, stays where it is; the other half, the head, is kept from the loss to its derivative, as the experts are
+    without remat.
     """
     R, found = mesh["fsdp"], defaultdict(float)
-    kept = isinstance(workload, Train) and not workload.remat
     if R == 1:
         return []
     for group in variables(config, workload):
         if group.axes & {"embed", "expert_out"}:
             what = "experts" if group.routed else "dense weights"
-            times = passes / 2 if group.routed and kept else passes
-            found[what] += group.values(mesh) * NARROW * (R - 1) * times / (2 if "vocab" in group.axes else 1)
+            once = isinstance(workload, Train) and ("vocab" in group.axes or group.routed and not workload.remat)
+            values = group.values(mesh) / (2 if "vocab" in group.axes else 1)
+            found[what] += values * NARROW * (R - 1) * (passes / 2 if once else passes)
     return [Transfer(f"{what} gathered", "all-gather", ("fsdp",), sent) for what, sent in found.items()]
 
 
@@ -126,7 +127,8 @@ def sequence_transfers(config: ModelConfig, workload: Workload, mesh: Mapping[st
     """Over the tensor axis each sublayer gathers its input and leaves its output in parts.
 
     With sequences split, an all-gather before and a reduce-scatter behind (the other way round in the derivative);
-    with single tokens an all-reduce of the output. The embedding and each chunk of logits likewise.
+    with single tokens an all-reduce of the output. The embedding and each chunk of logits likewise, whose input is
+    gathered anew in its derivative.
     """
     R, D = mesh["tensor"], config.hidden_size
     if R == 1:
@@ -141,8 +143,8 @@ def sequence_transfers(config: ModelConfig, workload: Workload, mesh: Mapping[st
             Transfer("activations summed", "all-reduce", ("tensor",), (sublayers * 2 * n * (R - 1) / R) + vocabulary)
         ]
     moved = n * (R - 1) / R * parts
-    gathers = sublayers * ((2 + again) if training else 1) + 1
-    scatters = sublayers * ((2 + again) if training else 1) + 1
+    gathers = sublayers * ((2 + again) if training else 1) + (3 if training else 1)
+    scatters = sublayers * ((2 + again) if training else 1) + (2 if training else 1)
     return [
         Transfer("activations gathered", "all-gather", ("tensor",), gathers * moved),
         Transfer("activations summed", "reduce-scatter", ("tensor",), scatters * moved),

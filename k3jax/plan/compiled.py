@@ -28,13 +28,14 @@ PROGRAMS = {
         {"phase": "decode", "batch": 16, "length": 65536, "experts": "dequantized"},
     ),
     "k3 train fsdp=16 expert=16 tensor=4": (
-        "kimi_k3", {"fsdp": 16, "expert": 16, "tensor": 4}, "v5p:8x8x16", {"batch": 1024, "length": 4096},
+        "kimi_k3", {"fsdp": 16, "expert": 16, "tensor": 4}, "v5p:8x8x16", {"batch": 1024, "length": 4096, "quick": True},
     ),
     "k3 train fsdp=16 expert=8 tensor=8": (
-        "kimi_k3", {"fsdp": 16, "expert": 8, "tensor": 8}, "v5p:8x8x16", {"batch": 1024, "length": 4096},
+        "kimi_k3", {"fsdp": 16, "expert": 8, "tensor": 8}, "v5p:8x8x16", {"batch": 1024, "length": 4096, "quick": True},
     ),
     "kimi-linear train fsdp=4 expert=16": (
-        "kimi_linear_48b", {"fsdp": 4, "expert": 16}, "v5p:4x4x4", {"batch": 64, "length": 4096, "qat": False},
+        "kimi_linear_48b", {"fsdp": 4, "expert": 16}, "v5p:4x4x4",
+        {"batch": 64, "length": 4096, "qat": False, "quick": True},
     ),
     "midsize train fsdp=2 expert=4": (
         "midsize", {"fsdp": 2, "expert": 4}, "v5e:2x4", {"batch": 16, "length": 512},

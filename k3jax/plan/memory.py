@@ -143,4 +143,4 @@ def layer_experts(config: ModelConfig, s: Sizes) -> float:
 
 def loss_chunk(config: ModelConfig, s: Sizes) -> float:
     """A chunk's logits, their softmax and derivative, wide."""
-    return 3 * max(LOSS_CHUNK, s.rows) * s.vocab * WIDE
+    return 3 * min(LOSS_CHUNK, s.flat) * config.vocab_size * WIDE

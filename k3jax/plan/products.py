@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from functools import lru_cache
 from typing import NamedTuple
 
-from k3jax.config import LayerKind, ModelConfig, Segment
+from k3jax.config import LayerKind, ModelConfig
 from k3jax.plan.hardware import Hardware
 from k3jax.plan.setting import Serve, Strategy, Train, Workload
 from k3jax.rules import pieces
@@ -257,16 +257,9 @@ def head(config: ModelConfig, workload: Workload, strategy: Strategy, s: Sizes) 
     """Logits of all tokens in chunks, each computed anew in its derivative; of all tokens too in serving."""
     if isinstance(workload, Serve):
         return Product("head", s.rows * s.time, config.hidden_size, s.vocab)
-    split = pieces("batch", vars(strategy.mesh))
-    chunk = min(max(int(LOSS_CHUNK * split * workload.grad_accum // workload.batch), 1), int(s.time))
-    padded = chunk * math.ceil(s.time / chunk)
-    return Product("head", s.rows * padded, config.hidden_size, s.vocab, backward=3, again=0)
-
-
-@lru_cache(maxsize=64)
-def segments(config: ModelConfig) -> tuple[Segment, ...]:
-    """`config.segments`, which are searched for anew each time."""
-    return config.segments
+    chunk = min(LOSS_CHUNK, s.flat)
+    padded = chunk * math.ceil(s.flat / chunk) * pieces("vocab", vars(strategy.mesh))
+    return Product("head", padded, config.hidden_size, s.vocab, backward=3, again=0)
 
 
 # ---- all of them -------------------------------------------------------------------------------------------
@@ -282,7 +275,7 @@ def layer(config: ModelConfig, kind: LayerKind, s: Sizes, strategy: Strategy) ->
 def model(config: ModelConfig, workload: Workload, strategy: Strategy) -> list[tuple[Product, int]]:
     """(product, layers that have it) of one forward pass."""
     s = sizes(config, workload, strategy)
-    stack = segments(config)
+    stack = config.segments
     kinds = {kind: layer(config, kind, s, strategy) for unit, _ in stack for kind in unit}
     found = [(product, repeats) for unit, repeats in stack for kind in unit for product in kinds[kind]]
     if config.attn_res_block_size:

@@ -70,6 +70,20 @@ def test_slices_updates_and_kernels_count_as_what_they_move():
     assert accessed(LOOP) == Access(3 * body, 3 * (body - beside))  # the counter goes from 2 to 5
 
 
+def test_asynchronous_copies_count_as_what_they_move():
+    text = """HloModule ahead, is_scheduled=true
+
+ENTRY %main (a: f32[16,128]) -> f32[4,128] {
+  %a = f32[16,128]{1,0:T(8,128)} parameter(0)
+  %begin = ((f32[16,128]{1,0:T(8,128)}), f32[4,128]{1,0:T(4,128)S(1)}, s32[]{:S(2)}) slice-start(%a), slice={[0:4], [0:128]}
+  %part = f32[4,128]{1,0:T(4,128)S(1)} slice-done(%begin)
+  %back = (f32[4,128]{1,0:T(4,128)}, f32[4,128]{1,0:T(4,128)S(1)}, u32[]{:S(2)}) copy-start(%part)
+  ROOT %end = f32[4,128]{1,0:T(4,128)} copy-done(%back)
+}
+"""
+    assert accessed(text) == Access(4 * 4 * ROW, 2 * 4 * ROW)  # four rows there and back, each with one end in main memory
+
+
 def test_trip_counts_of_conditions():
     computations, entry = hlo.parse(LOOP)
     rest = computations[entry][-1][3]

@@ -16,7 +16,7 @@ def test_report_of_a_whole_checkpoint(copy_golden, monkeypatch):
     lines = report(folder).splitlines()
     assert lines[0] == f"checkpoint  {folder}: 2 shards"
     assert lines[1] == "family      kimi_k3, 1,027,234 text parameters, 576,482 active a token"
-    assert lines[2] == "layers      9: (KDA dense, 2 KDA, MLA) + 3 x (KDA) + (2 MLA)"
+    assert lines[2] == "layers      9: (KDA dense) + 2 x (KDA) + (MLA) + 3 x (KDA) + 2 x (MLA)"
     assert lines[3] == "experts     3 of 12 routed, 2 shared; MXFP4, one scale for 32 values"
     rows = {line[:18].strip(): line[18:].split() for line in lines[6:18]}
     # 8 layers * 12 experts * 3 matrices of 64 * 32

@@ -45,7 +45,7 @@ def test_compressed_tensors_gives_the_same_values(export):
     quantization = QuantizationConfig.model_validate(config)
     scheme = quantization.config_groups["group_0"]
     compressor = BaseCompressor.get_value_from_registry(scheme.format)
-    values = load_hf(export)["params"]["segment_1"]["layer_0"]["block_sparse_moe"]["experts"]  # layers 4, 5 and 6
+    values = load_hf(export)["params"]["segment_3"]["layer_0"]["block_sparse_moe"]["experts"]  # layers 4, 5 and 6
     weight_map = open_checkpoint(export).weight_map
     for matrix in ("w1", "w2", "w3"):
         for e in range(12):

@@ -41,7 +41,7 @@ def test_values_and_places(copy_golden):
     raw = stored(copy)
     variables = load_hf(copy.folder, param_dtype=jnp.float64)
     assert set(variables) == {"params", "router"}
-    layer = variables["params"]["segment_1"]["layer_0"]  # layers 4, 5 and 6
+    layer = variables["params"]["segment_3"]["layer_0"]  # layers 4, 5 and 6
     attn, moe = layer["self_attn"], layer["block_sparse_moe"]
 
     def same(found, expected, shape):
@@ -50,11 +50,11 @@ def test_values_and_places(copy_golden):
 
     same(variables["params"]["embed_tokens"], raw["language_model.model.embed_tokens.weight"], (128, 64))
     same(attn["q_proj"][1], raw[LAYER5 + "self_attn.q_proj.weight"], (3, 16, 64))
-    same(attn["o_proj"][1], raw[LAYER5 + "self_attn.o_proj.weight"], (64, 3, 16))
+    same(attn["o_proj"][1], raw[LAYER5 + "self_attn.o_proj.weight"], (64, 48))
     same(attn["k_conv1d"][1], raw[LAYER5 + "self_attn.k_conv1d.weight"], (3, 16, 4))
     same(attn["A_log"][1], raw[LAYER5 + "self_attn.A_log"][:3], (3,))
     same(layer["mlp_res_proj"][1], raw[LAYER5 + "mlp_res_proj.weight"], (64,))
-    bias = variables["router"]["segment_1"]["layer_0"]["block_sparse_moe"]["e_score_correction_bias"]
+    bias = variables["router"]["segment_3"]["layer_0"]["block_sparse_moe"]["e_score_correction_bias"]
     same(bias[1], raw[LAYER5 + "block_sparse_moe.gate.e_score_correction_bias"], (12,))
     for w in ("w1", "w2", "w3"):
         name = f"{LAYER5}block_sparse_moe.experts.7.{w}.weight"
@@ -71,7 +71,7 @@ def test_packed_experts_are_the_stored_bytes(copy_golden):
     copy = copy_golden("k3_tiny")
     raw = stored(copy)
     variables = load_hf(copy.folder, experts="packed")
-    experts = variables["params"]["segment_1"]["layer_0"]["block_sparse_moe"]["experts"]
+    experts = variables["params"]["segment_3"]["layer_0"]["block_sparse_moe"]["experts"]
     assert set(experts) == {f"{w}_{part}" for w in ("w1", "w2", "w3") for part in ("packed", "scale")}
     for name, leaf in experts.items():
         assert leaf.dtype == jnp.uint8
@@ -102,7 +102,7 @@ def test_every_code_under_the_smallest_and_largest_scales_is_exact(copy_golden, 
     codes = np.arange(64 * 16, dtype=np.uint64).reshape(64, 16).astype(np.uint8)
     copy.edit(f"{name}_packed", lambda _: codes)
     copy.edit(f"{name}_scale", lambda _: scales)
-    layer = load_hf(copy.folder, param_dtype=dtype)["params"]["segment_1"]["layer_0"]
+    layer = load_hf(copy.folder, param_dtype=dtype)["params"]["segment_3"]["layer_0"]
     found = np.asarray(layer["block_sparse_moe"]["experts"]["w1"][1, 0])
     np.testing.assert_array_equal(found.astype(np.float64), decoded(codes, scales))
 

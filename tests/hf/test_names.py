@@ -66,7 +66,7 @@ def test_layers_lie_where_the_config_says(model):
 
 def test_hand_written_rows():
     leaves = {leaf.path: leaf for leaf in table(ModelConfig.from_hf(DATA / "k3_tiny"))}
-    third = ("params", "segment_1", "layer_0")  # layers 4, 5 and 6
+    third = ("params", "segment_3", "layer_0")  # layers 4, 5 and 6
     leaf = leaves[*third, "block_sparse_moe", "experts", "w2_scale"]
     assert leaf.names(2)[11] == "language_model.model.layers.6.block_sparse_moe.experts.11.w2.weight_scale"
     assert leaf.tree_shape == (3, 12, 32, 2)
@@ -87,7 +87,7 @@ def test_hand_written_rows():
 def test_tree_shapes_of_both_forms_of_the_experts():
     cfg = ModelConfig.from_hf(DATA / "k3_tiny")
     values, packed = tree_shapes(cfg, "dequantized"), tree_shapes(cfg, "packed")
-    experts = ("params", "segment_1", "layer_0", "block_sparse_moe", "experts")
+    experts = ("params", "segment_3", "layer_0", "block_sparse_moe", "experts")
     assert {path[-1]: shape for path, shape in values.items() if path[:-1] == experts} == {
         "w1": (3, 12, 64, 32),
         "w3": (3, 12, 64, 32),

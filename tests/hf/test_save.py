@@ -21,9 +21,9 @@ from k3jax.config import ModelConfig
 from k3jax.hf import CheckpointError, load_hf, save_hf
 
 INDEX = "model.safetensors.index.json"
-Q_PROJ = ("params", "segment_1", "layer_0", "self_attn", "q_proj")
-BIAS = ("router", "segment_1", "layer_0", "block_sparse_moe", "e_score_correction_bias")
-EXPERTS = ("params", "segment_1", "layer_0", "block_sparse_moe", "experts")  # of layers 4, 5 and 6
+Q_PROJ = ("params", "segment_3", "layer_0", "self_attn", "q_proj")
+BIAS = ("router", "segment_3", "layer_0", "block_sparse_moe", "e_score_correction_bias")
+EXPERTS = ("params", "segment_3", "layer_0", "block_sparse_moe", "experts")  # of layers 4, 5 and 6
 
 
 @pytest.fixture
@@ -218,7 +218,7 @@ def test_a_packed_scale_that_is_nan(k3, tmp_path):
 @pytest.mark.parametrize(
     "path, value, message",
     [
-        (Q_PROJ, None, r"1 problem: params/segment_1/.*/q_proj: missing; expected shape \[3, 3, 16, 64\]"),
+        (Q_PROJ, None, r"1 problem: params/segment_3/.*/q_proj: missing; expected shape \[3, 3, 16, 64\]"),
         (Q_PROJ, np.zeros((3, 48, 64)), r"q_proj: found shape \[3, 48, 64\], expected \[3, 3, 16, 64\]"),
         (Q_PROJ, np.zeros((3, 3, 16, 64), np.int32), "q_proj: found type int32, expected floating"),
         (("params", "bias"), np.zeros(3), "1 problem: params/bias: not a leaf of this model"),

@@ -70,7 +70,7 @@ def test_forward(name, dtype):
 @both()
 def test_packed_experts_without_a_mask_give_the_same(dtype):
     _, _, variables, apply, golden = load("k3_tiny", dtype, "packed")
-    experts = variables["params"]["segment_1"]["layer_0"]["block_sparse_moe"]["experts"]
+    experts = variables["params"]["segment_3"]["layer_0"]["block_sparse_moe"]["experts"]
     assert experts["w1_packed"].dtype == jnp.uint8
     out, _ = apply(variables, jnp.asarray(golden["input_ids"]), None, None)
     assert relative(out.logits, golden["logits"]) <= TOLERANCE[dtype]

@@ -24,7 +24,7 @@ def test_memory(name):
         model = dataclasses.replace(p.model, vision=None)
         workload = Serve(p.phase, p.batch, p.length, p.piece, p.experts)
     predicted = predict(model, workload, Strategy(p.mesh), HARDWARE[p.topology.partition(":")[0]])
-    assert compare.program(p.model, predicted, p.topology) == p
+    assert compare.program(p.model, predicted, p.topology, p.quick) == p
     # TPUs pad the smallest arrays to tiles, which shows in small models alone.
     small = p.model.num_parameters < 10**9
     assert sum(predicted.arguments.values()) == pytest.approx(compiled["arguments"], rel=0.015 if small else 0.001)

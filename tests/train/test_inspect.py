@@ -14,7 +14,7 @@ from k3jax.train.convert import import_checkpoint
 from k3jax.train.loop import restore_weights
 
 K3 = Path(__file__).parents[1] / "data" / "k3_tiny"
-LEAF = "params.segment_1.layer_0.block_sparse_moe.experts.w1"
+LEAF = "params.segment_3.layer_0.block_sparse_moe.experts.w1"
 EXPERT = "language_model.model.layers.5.block_sparse_moe.experts.7.w1.weight_"
 
 
@@ -38,7 +38,7 @@ def test_an_import_has_the_release_s_parameters(imports, monkeypatch, experts):
     assert [row[1] for row in rows(found).values()] == [row[1] for row in expected.values()]
     assert found.splitlines()[0] == f"checkpoint  {imports / experts}/checkpoints/0: imported weights"
     assert found.splitlines()[3].endswith("MXFP4, packed" if experts == "packed" else "as numbers")
-    size = {"packed": ["36", "589,824", "313,344", "U8"], "dequantized": ["18", "589,824", "1,179,648", "BF16"]}
+    size = {"packed": ["24", "589,824", "313,344", "U8"], "dequantized": ["12", "589,824", "1,179,648", "BF16"]}
     assert rows(found)["routed experts"] == size[experts]
     assert found.endswith("problems    none")
 
@@ -65,7 +65,7 @@ def test_one_leaf_or_released_tensor(imports):
     assert by_name[2:] == statistics.tensor_report(K3, f"{EXPERT}packed").splitlines()[2:11]
     whole = inspect.tensor_report(imports / "packed", f"{LEAF}_scale").splitlines()
     assert whole[2] == "scales      2,304 of E8M0"  # 3 layers, 12 experts, 64 rows
-    values = np.asarray(k3jax.load_hf(K3)["params"]["segment_1"]["layer_0"]["block_sparse_moe"]["experts"]["w1"])
+    values = np.asarray(k3jax.load_hf(K3)["params"]["segment_3"]["layer_0"]["block_sparse_moe"]["experts"]["w1"])
     moments = inspect.tensor_report(imports / "dequantized", LEAF).splitlines()
     assert moments[2] == f"range       {values.min():.6g} to {values.max():.6g}"
     assert (
