@@ -77,8 +77,10 @@ def collectives(text: str) -> Counter[Collective]:
                 kind = "reduce-scatter"
             if kind in SENT:
                 groups = _groups(rest, devices)
-                given = operands(rest)[: 1 if kind == "ragged-all-to-all" else None]  # at most all rows; others say where
-                sent = SENT[kind](sum(sizes[operand] for operand in given), len(groups[0]))
+                given = [sizes[operand] for operand in operands(rest)]
+                # Ragged, at most all rows of the source, or of the target behind it; the other operands say where.
+                moved = min(given[:2]) if kind == "ragged-all-to-all" else sum(given)
+                sent = SENT[kind](moved, len(groups[0]))
                 if sent and any(len(set(group)) > 1 for group in groups):
                     total[Collective(kind, sent, groups)] += 1
             inner = [executed(computation) for computation in called(rest)]

@@ -38,10 +38,10 @@ PROGRAMS = {
         {"batch": 64, "length": 4096, "qat": False, "quick": True},
     ),
     "midsize train fsdp=2 expert=4": (
-        "midsize", {"fsdp": 2, "expert": 4}, "v5e:2x4", {"batch": 16, "length": 512},
+        "midsize", {"fsdp": 2, "expert": 4}, "v5e:2x4", {"batch": 16, "length": 512, "quick": True},
     ),
     "midsize train expert=2 tensor=4": (
-        "midsize", {"expert": 2, "tensor": 4}, "v5e:2x4", {"batch": 16, "length": 512},
+        "midsize", {"expert": 2, "tensor": 4}, "v5e:2x4", {"batch": 16, "length": 512, "quick": True},
     ),
 }  # fmt: skip
 

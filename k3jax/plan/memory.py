@@ -57,8 +57,6 @@ def _serving(
         found["gathered weights"] = gathered_layer(config, workload, mesh)
     elif not stays_packed(workload, strategy, hardware, s):
         found["a layer's experts"] = layer_experts(config, s)
-    if config.full_attn_layers:
-        found["a layer's output projection"] = config.hidden_size * s.mla_heads * config.v_head_dim * NARROW
     return found
 
 

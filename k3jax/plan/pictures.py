@@ -26,7 +26,6 @@ COLOURS = {
     "gathered weights": "#7f6084",
     "unsummed gradients": "#c9a0dc",
     "a layer's experts": "#7f6084",
-    "a layer's output projection": "#c9a0dc",
     "loss": "#a5a5a5",
     "logits": "#a5a5a5",
 }

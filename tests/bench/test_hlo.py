@@ -118,6 +118,10 @@ ENTRY %main (x: f32[4], s: s4[6], t: token[]) -> f32[4] {
   %alone = f32[4]{0} all-reduce(%x), replica_groups={{0},{1},{2},{3},{4},{5},{6},{7}}, to_apply=%add
   %apart = ((bf16[16,4]{1,0}), bf16[2,4]{1,0}) async-start(%half), calls=%wrapped
   %back = bf16[2,4]{1,0} async-done(%apart)
+  %room = f32[6]{0} constant({...})
+  %where = s32[8]{0} constant({...})
+  %rows = f32[6]{0} ragged-all-to-all(%gathered, %room, %where, %where, %where, %where), replica_groups={}
+  %home = f32[8]{0} ragged-all-to-all(%rows, %gathered, %where, %where, %where, %where), replica_groups={}
   %kept = bf16[2,4]{1,0} fusion(%half), kind=kCustom, calls=%all-reduce-scatter.2.clone
   ROOT %moved = f32[4]{0} collective-permute(%x), source_target_pairs={{0,4},{4,0}}
 }
@@ -129,6 +133,7 @@ def test_text_of_other_backends():
         Collective("all-gather", 16, ((0, 2), (1, 3), (4, 6), (5, 7))): 1,
         Collective("all-reduce", 2 * (16 + 3 + 16) * 3 // 4, ((0, 1, 2, 3), (4, 5, 6, 7))): 1,
         Collective("reduce-scatter", 128 * 7 // 8, (tuple(range(8)),)): 2,
+        Collective("ragged-all-to-all", 6 * 4 * 7 // 8, (tuple(range(8)),)): 2,
         Collective("collective-permute", 16, ((0, 4), (4, 0))): 1,
     }
 
