@@ -58,7 +58,7 @@ class Plan:
     aot_timeout: int = 900
     """Seconds, after which the compiler is stopped."""
     aot_quick: bool = False
-    """Compile at a lower level, in half the time: memory is the same within a few percent, collectives may differ."""
+    """Compile at a lower level, in about a third of the time: memory is the same within a tenth, collectives may differ."""
     json: str | None = None
     """JSON file to write."""
     csv: str | None = None
