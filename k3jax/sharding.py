@@ -112,7 +112,9 @@ def on_shards(fn: Callable, in_axes: Sequence[Logical], out_axes: Sequence[Logic
 
 @partial(jax.custom_vjp, nondiff_argnums=(1, 2))
 def gathered(x: Array, axes: tuple[str, ...], axis: int) -> Array:
-    """Inside `shard_map`, x whole along `axis`, which mesh axes split; every device's derivative is summed and split again.
+    """Inside `shard_map`, x whole along `axis`, which mesh `axes` split in R: [..,n,..] -> [..,R n,..], in x's dtype.
+
+    The derivative is summed over those devices, in its own dtype, and each is left its n.
 
     Example:
         >>> w = gathered(w, mesh_axes("embed"), 1)

@@ -39,7 +39,8 @@ def cross_entropy(hidden: Array, head: Array, targets: Array, weights: Array, ch
 
     Args:
         hidden: [B,T,D]. head: [vocab,D]. targets: [B,T] int. weights: [B,T], 0 where nothing is learnt.
-        chunk: a device holds the logits of no more than so many tokens, or as much of more tokens' parts.
+        chunk: a device takes so many of its tokens at a time; R devices that share the vocabulary take theirs together, and
+            each holds R chunk rows of vocab / R logits.
 
     Returns:
         The weighted sum in float32 (float64 for float64 hidden).

@@ -57,12 +57,16 @@ def _ways(mesh: Mapping[str, int], axes: Iterable[str]) -> int:
     return math.prod(mesh[axis] for axis in axes)
 
 
+def _gathered(group) -> float:
+    """Share of a group that is gathered where it is used: of what the vocabulary splits, the head and not the embedding."""
+    return 0.5 if "vocab" in group.axes else 1.0
+
+
 def weight_gathers(config: ModelConfig, workload: Workload, mesh: Mapping[str, int], passes: int) -> list[Transfer]:
     """Weights split over fsdp are gathered in the compute dtype where they are used: shard (R - 1) a pass.
 
-    Packed experts are gathered as values: they are unpacked where they lie. The embedding, half of what the vocabulary
-    splits, stays where it is; the other half, the head, is kept from the loss to its derivative, as the experts are
-    without remat.
+    Packed experts are gathered as values: they are unpacked where they lie. The embedding stays where it is; the
+    head is kept from the loss to its derivative, as the experts are without remat.
     """
     R, found = mesh["fsdp"], defaultdict(float)
     if R == 1:
@@ -71,8 +75,7 @@ def weight_gathers(config: ModelConfig, workload: Workload, mesh: Mapping[str, i
         if group.axes & {"embed", "expert_out"}:
             what = "experts" if group.routed else "dense weights"
             once = isinstance(workload, Train) and ("vocab" in group.axes or group.routed and not workload.remat)
-            values = group.values(mesh) / (2 if "vocab" in group.axes else 1)
-            found[what] += values * NARROW * (R - 1) * (passes / 2 if once else passes)
+            found[what] += group.values(mesh) * _gathered(group) * NARROW * (R - 1) * (passes / 2 if once else passes)
     return [Transfer(f"{what} gathered", "all-gather", ("fsdp",), sent) for what, sent in found.items()]
 
 
@@ -91,7 +94,7 @@ def gradient_sums(config: ModelConfig, workload: Train, mesh: Mapping[str, int],
         n = group.on(mesh) * NARROW * parts
         what = "experts' gradients" if group.routed else "dense gradients"
         if "fsdp" in split and mesh["fsdp"] > 1:
-            found[what, "reduce-scatter", ("fsdp",)] += n * (mesh["fsdp"] - 1) / (2 if "vocab" in group.axes else 1)
+            found[what, "reduce-scatter", ("fsdp",)] += n * _gathered(group) * (mesh["fsdp"] - 1)
         rest = tuple(axis for axis in token_axes if axis not in split)
         if rest:
             R = _ways(mesh, rest)
