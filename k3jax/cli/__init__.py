@@ -12,13 +12,15 @@ import io
 import os
 import re
 import sys
+import traceback
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Annotated, Literal
+from typing import Annotated, Literal, NoReturn
 
 import tyro
 from tyro.conf import Positional, subcommand
 
+from k3jax import runtime
 from k3jax.cli.bench import Bench, BenchStep, BenchStrategies
 from k3jax.cli.convert import Convert, Inspect
 from k3jax.cli.options import check
@@ -37,16 +39,24 @@ class Train:
     """Python file that defines `config`, a k3jax.run_config.RunConfig."""
 
     def run(self, overrides: Sequence[str]) -> None:
-        from k3jax import run_config, runtime
+        from k3jax import run_config
 
         config = run_config.apply_overrides(run_config.load_config(self.config), overrides)
-        config.validate()
-        runtime.setup(config.cpu_devices, config.processes)
+        mistake = None
+        try:
+            config.validate()
+        except ValueError as error:
+            config.processes.validate()
+            if not config.processes.coordinator:
+                raise
+            mistake = error  # which the other processes, which may not have made it, are told
+        runtime.setup(0 if mistake else config.cpu_devices, config.processes)
         import jax
 
         from k3jax.train import loop
 
         with runtime.ending_together():
+            runtime.agree(runtime.versions() | config.settings() | {"config": runtime.digest(self.config)}, mistake)
             loop.train(config.on(jax.device_count()))
 
 
@@ -82,8 +92,6 @@ class Generate:
             ("top-k", self.top_k, self.top_k >= 0, "0 or more"),
             ("top-p", self.top_p, 0 < self.top_p <= 1, "above 0 and at most 1"),
         )
-        from k3jax import runtime
-
         runtime.setup()
         from k3jax.serve import generate
 
@@ -141,6 +149,16 @@ def main(argv: Sequence[str] | None = None) -> int:
             raise
         print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
         return 2
+
+
+def command() -> NoReturn:
+    """`main` as a program: once it has said what failed, it ends."""
+    try:
+        code = main()
+    except Exception:
+        traceback.print_exc()
+        code = 1
+    runtime.end(code)
 
 
 def _parse(argv: list[str]):

@@ -17,7 +17,7 @@ SOURCE = ROOT / "tests" / "data" / "k3_tiny"
 # The command, in small pieces, which can be killed before its n-th one; it prints those it has written.
 PROCESS = """
 import json, os, signal, sys
-from k3jax import cli
+from k3jax import cli, runtime
 from k3jax.hf import pieces
 from k3jax.train.checkpoint import PieceWriter
 
@@ -33,7 +33,7 @@ def counted(self, path, box, values):
 PieceWriter.write = counted
 code = cli.main(sys.argv[2:])
 print(json.dumps(written))
-sys.exit(code)
+runtime.end(code)
 """
 
 
