@@ -237,8 +237,8 @@ def test_going_back_in_place_says_what_it_discards(run, tmp_path, capsys):
     shutil.copytree(result.plot.parent, tmp_path / "run")
     (tmp_path / "run" / "export").mkdir()
     (tmp_path / "run" / "notes.txt").write_text("mine")
-    train = dataclasses.replace(config.train, steps=5)
-    loop.train(dataclasses.replace(config, out=str(tmp_path / "run"), resume=str(tmp_path / "run/checkpoints/4"), train=train))
+    back = {"resume": str(tmp_path / "run/checkpoints/4"), "train": dataclasses.replace(config.train, steps=5)}
+    loop.train(dataclasses.replace(config, out=str(tmp_path / "run"), mesh=MeshConfig(), **back))
     first, *_ = capsys.readouterr().err.splitlines()
     assert first == f"out={tmp_path}/run: goes back to step 4; the later checkpoints (6) are discarded"
     assert Checkpoints(tmp_path / "run" / "checkpoints").steps() == [4, 5]
