@@ -76,11 +76,12 @@ class Generate:
     """Round expert inputs to MXFP8, as quantisation-aware training does."""
 
     def run(self) -> None:
+        from k3jax.serve.sampling import ranges
+
+        drawn = ranges(self.temperature, self.top_k, self.top_p)
         check(
             ("max-tokens", self.max_tokens, self.max_tokens >= 1, "at least 1"),
-            ("temperature", self.temperature, self.temperature >= 0, "0 or more"),
-            ("top-k", self.top_k, self.top_k >= 0, "0 or more"),
-            ("top-p", self.top_p, 0 < self.top_p <= 1, "above 0 and at most 1"),
+            *((name.replace("_", "-"), *rest) for name, *rest in drawn),
         )
         from k3jax import runtime
 
