@@ -14,7 +14,8 @@ from jax.sharding import NamedSharding
 
 from k3jax.config import ModelConfig
 from k3jax.ops.kda import accumulator
-from k3jax.sharding import constrain, current_mesh, filled, multiple, spec, ways
+from k3jax.rules import multiple
+from k3jax.sharding import constrain, current_mesh, filled, spec, ways
 
 # Logical axes of a cache's arrays; every array of `layers` has the segment's repeats in front.
 _AXES = {

@@ -73,11 +73,6 @@ def ways(name: str, mesh) -> int:
     return 1 if mesh is None else pieces(name, mesh.shape)
 
 
-def multiple(size: int, of: int) -> int:
-    """The smallest multiple of `of` that is at least `size`."""
-    return -(-size // of) * of
-
-
 def filled(x: Array, sizes: Sequence[int], value=0) -> Array:
     """x with `value` behind what is there, so that its leading axes have at least `sizes`."""
     more = [max(size - found, 0) for size, found in zip(sizes, x.shape)]

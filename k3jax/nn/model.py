@@ -18,7 +18,8 @@ from k3jax.nn.moe import LatentMoE, expert_stacks
 from k3jax.nn.vision import Projector, VisionTower, place_images
 from k3jax.ops.attnres import attnres_mix, keep_depth, read_depth
 from k3jax.ops.ids import in_range, refuse_unknown
-from k3jax.sharding import along, constrain, current_mesh, filled, multiple, ways
+from k3jax.rules import multiple
+from k3jax.sharding import along, constrain, current_mesh, filled, ways
 from k3jax.vision.batch import Images, enlarged, pack, prepare
 
 
