@@ -9,6 +9,7 @@ from typing import Any
 import flax
 import jax
 import jax.numpy as jnp
+from flax.traverse_util import flatten_dict
 from jax import Array, lax
 from jax.sharding import NamedSharding
 
@@ -177,17 +178,15 @@ def check_cache(cfg: ModelConfig, cache: Cache, batch: int, new: int) -> None:
     if not isinstance(cache.length, jax.core.Tracer) and int(cache.length) + new > cache.max_len:
         room = f"length {cache.length} of max_len {cache.max_len}"
         raise ValueError(f"cache: found {room}, must leave room for the {new} new tokens")
-    found = {jax.tree_util.keystr(path): x for path, x in jax.tree_util.tree_leaves_with_path(cache.layers)}
-    right = _layout(cfg, cache.rows, cache.max_len, jnp.float32)
-    paths = jax.tree_util.tree_leaves_with_path(right, is_leaf=lambda x: isinstance(x, tuple))
-    for path, (shape, _) in paths:
-        x = found.pop(jax.tree_util.keystr(path), None)
-        name = "/".join(key.key for key in path)
+    found = flatten_dict(cache.layers, sep="/")
+    for name, (shape, _) in flatten_dict(_layout(cfg, cache.rows, cache.max_len, jnp.float32), sep="/").items():
+        x = found.pop(name, None)
         if x is None or x.shape != shape:
             what = "nothing" if x is None else f"shape {x.shape}"
             raise ValueError(f"cache: found {what} for {name}, must be {shape} as `init_cache` makes it for this model")
-        if not jnp.issubdtype(x.dtype, jnp.floating) or (path[-1].key == "state" and x.dtype != accumulator(x.dtype)):
-            right = "float32 or wider" if path[-1].key == "state" else "a floating one"
+        wide = name.endswith("/state")
+        if not jnp.issubdtype(x.dtype, jnp.floating) or (wide and x.dtype != accumulator(x.dtype)):
+            right = "float32 or wider" if wide else "a floating one"
             raise ValueError(f"cache: found dtype {x.dtype} for {name}, must be {right}")
     if found:
         raise ValueError(f"cache: found {next(iter(found))}, which this model does not have")
