@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Literal
 
-from tyro.conf import Positional, subcommand
+from tyro.conf import Positional, UseAppendAction, subcommand
 
 from k3jax.cli.options import check
 from k3jax.run_config import ProcessesConfig
@@ -30,6 +30,9 @@ class Import:
     """Only the first layers, for experiments; only the shards that hold them need to be there."""
     memory_gib: float = 2.0
     """Most memory for data on its way, in each process."""
+    allow_nonfinite: UseAppendAction[tuple[str, ...]] = ()
+    """Take a tensor that holds NaN or infinity as it is: its released name, or a pattern such as *.A_log; again for each
+    further one."""
     processes: ProcessesConfig = ProcessesConfig()
 
     def run(self) -> None:
@@ -45,7 +48,7 @@ class Import:
 
         options = {"experts": self.experts, "layers": self.layers, "memory": int(self.memory_gib * 2**30)}
         with runtime.ending_together():
-            convert.import_checkpoint(self.source, self.destination, **options)
+            convert.import_checkpoint(self.source, self.destination, allow_nonfinite=self.allow_nonfinite, **options)
 
 
 @dataclass(frozen=True)
