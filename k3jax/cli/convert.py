@@ -140,7 +140,7 @@ class Convert:
 
 @dataclass(frozen=True)
 class Inspect:
-    """Say what a configuration or checkpoint holds, of which only headers are read."""
+    """Say what a configuration or checkpoint holds, of which only headers are read; exits with 2 if something is wrong."""
 
     path: Positional[str]
     """A released config.json, a folder of the released layout, or the checkpoint of a run or an import."""
@@ -150,10 +150,14 @@ class Inspect:
     def run(self) -> None:
         path = Path(self.path)
         if path.is_dir() and not (path / "config.json").is_file():
-            from k3jax.train import inspect
-
-            print(inspect.report(path) if self.tensor is None else inspect.tensor_report(path, self.tensor))
+            from k3jax.train.inspect import report, tensor_report
         else:
-            from k3jax.hf import inspect, statistics
-
-            print(inspect.report(path) if self.tensor is None else statistics.tensor_report(path, self.tensor))
+            from k3jax.hf.inspect import report
+            from k3jax.hf.statistics import tensor_report
+        if self.tensor is not None:
+            print(tensor_report(path, self.tensor))
+            return
+        found = report(path)
+        print(found, flush=True)
+        if problems := len(found.problems):
+            raise ValueError(f"{path}: {problems} problem{'s'[: problems != 1]}, see the last line of the report")
