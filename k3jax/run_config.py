@@ -202,6 +202,9 @@ class RunConfig:
         left = "at least 1, or -1 for what the other axes leave of the devices"
         model, data, train, mesh = self.model, self.data, self.train, self.mesh
         final_rate = train.final_learning_rate
+        eligible, k = model.num_eligible_experts, model.num_experts_per_token
+        comparable = eligible > k or not model.has_experts
+        one_more = f"False: a token has {eligible} experts to choose model.num_experts_per_token={k} of, it takes one more"
         ranges = (
             *((f"mesh.{axis}", size, size >= 1 or size == -1, left) for axis, size in vars(mesh).items()),
             ("data.seq_len", data.seq_len, data.seq_len >= 1, "at least 1"),
@@ -218,6 +221,7 @@ class RunConfig:
             ("train.beta2", train.beta2, 0 <= train.beta2 < 1, "at least 0 and below 1"),
             ("train.clip_norm", train.clip_norm, train.clip_norm > 0, "positive"),
             ("train.grad_accum", train.grad_accum, train.grad_accum >= 1, "at least 1"),
+            ("train.quantile_balancing", True, comparable or not train.quantile_balancing, one_more),
             ("train.checkpoint_every", train.checkpoint_every, train.checkpoint_every >= 1, "at least 1"),
             ("train.keep_checkpoints", train.keep_checkpoints, train.keep_checkpoints >= 1, "at least 1"),
             ("train.eval_windows", train.eval_windows, train.eval_windows >= 1, "at least 1"),
