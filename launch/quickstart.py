@@ -21,6 +21,7 @@ OURS = ("out", "resume", "processes.")  # settings of each training that are dec
 
 def main(overrides: list[str]) -> None:
     started = time.monotonic()
+    runtime.show_what_can_be_shown()
     config = dataclasses.replace(run_config.load_config(CONFIG), out=str(HERE.parent / "runs" / "quickstart"))
     config = run_config.apply_overrides(config, overrides)
     count = config.processes.count

@@ -24,6 +24,7 @@ from k3jax.cli.convert import Convert, Inspect
 from k3jax.cli.options import at_least, check, tidied
 from k3jax.cli.plan import Plan
 from k3jax.paths import check_kind
+from k3jax.runtime import show_what_can_be_shown
 from k3jax.values import FLAGS, AnyText, PathText, Seed, shown
 
 
@@ -131,6 +132,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         >>> main(["train", "--config", "configs/quickstart.py", "train.steps=50"])
         0
     """
+    show_what_can_be_shown()
     try:
         command, rest = _parse(list(sys.argv[1:] if argv is None else argv))
         if command is not None:
