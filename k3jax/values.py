@@ -222,9 +222,8 @@ def _check_of(hint: Any) -> Callable[[Any], str | None]:
 
 
 def _kind(hint: Any) -> Kind | None:
-    if typing.get_origin(hint) is Annotated:
-        return next(found for found in typing.get_args(hint) if isinstance(found, Kind))
-    return _KINDS.get(hint)
+    bare, *notes = typing.get_args(hint) if typing.get_origin(hint) is Annotated else (hint,)
+    return next((note for note in notes if isinstance(note, Kind)), _KINDS.get(bare))
 
 
 def _tuple_of(args: tuple, each: object) -> str:
