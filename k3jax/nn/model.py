@@ -221,7 +221,9 @@ class K3(nn.Module):
             self.vision_tower = VisionTower(cfg.vision, self.policy, std, self.remat)
             self.mm_projector = Projector(cfg.vision, self.policy, std)
         self.norm = weight(self, "norm", (D,), (None,))
-        self.lm_head = weight(self, "lm_head", (cfg.vocab_size, D), ("vocab", "embed"), std)
+        self.head = self.embed_tokens
+        if not cfg.tie_word_embeddings:
+            self.lm_head = self.head = weight(self, "lm_head", (cfg.vocab_size, D), ("vocab", "embed"), std)
 
     def __call__(
         self,
@@ -331,15 +333,15 @@ class K3(nn.Module):
         return Output(self.unembed(hidden)[:B, :T], hidden[:B, :T], cache, router)
 
     def unembed(self, hidden: Array) -> Array:
-        """lm_head(RMSNorm(hidden)): [B,T,D] -> [B,T,vocab]."""
+        """head(RMSNorm(hidden)): [B,T,D] -> [B,T,vocab]."""
         B, T = hidden.shape[:2]
         hidden = filled(hidden, _even(B, T))
         logits = constrain(project(*self.head_inputs(hidden)), "batch", along("time", hidden.shape[1]), "vocab")
         return logits[:B, :T]
 
     def head_inputs(self, hidden: Array) -> tuple[Array, Array]:
-        """RMSNorm(hidden) [..., T, D] and lm_head [vocab, D], whose product are the logits."""
-        return rms_norm(hidden, self.norm, self.cfg.rms_norm_eps), self.lm_head
+        """RMSNorm(hidden) [..., T, D] and the head [vocab, D], whose product are the logits."""
+        return rms_norm(hidden, self.norm, self.cfg.rms_norm_eps), self.head
 
 
 def _even(B: int, T: int, least: int = 0) -> tuple[int, int]:
