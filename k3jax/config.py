@@ -77,8 +77,9 @@ class VisionConfig:
             _check_type(f"vision_config.{name}", getattr(self, name), hint)
         for name in (field.name for field in dataclasses.fields(self)):
             value = getattr(self, name)
-            if name != "media_placeholder_token_id" and min(value if isinstance(value, tuple) else (value,)) <= 0:
-                raise ValueError(f"vision_config.{name}: found {value}, must be positive")
+            values = value if isinstance(value, tuple) else (value,)
+            if name != "media_placeholder_token_id" and not 0 < min(values) <= max(values) < 2**31:
+                raise ValueError(f"vision_config.{name}: found {value}, must be positive and below 2^31")
         if self.qkv_hidden_size % (4 * self.vt_num_attention_heads):
             raise ValueError(
                 f"vision_config.qkv_hidden_size: found {self.qkv_hidden_size}, must be a multiple of "
@@ -180,6 +181,8 @@ class ModelConfig:
             _check_type(name, value, hint)
             if name in _ANY_SIGN or isinstance(value, bool) or not isinstance(value, (int, float)):
                 continue
+            if isinstance(value, int) and value >= 2**31:
+                raise ValueError(f"{name}: found {value}, must be below 2^31")
             if not (0 < value < math.inf or (value == 0 and name in _MAY_BE_ZERO)):
                 right = "0 or more" if name in _MAY_BE_ZERO else "positive"
                 off = " or None" if is_instance(None, hint) else ""
