@@ -21,9 +21,9 @@ from typing import Any, Literal
 
 import tyro
 
-from k3jax.config import MX_BLOCK, ModelConfig
+from k3jax.config import LARGEST, MX_BLOCK, ModelConfig, shown
 from k3jax.paths import check_kind, expand
-from k3jax.values import FLAGS, LARGEST, AnyText, PathText, Seed, expand_paths, hints, parse, shown, unfit
+from k3jax.values import FLAGS, AnyText, PathText, Seed, expand_paths, hints, parse, unfit
 
 CONFIGS = Path(__file__).parent / "configs"  # what the commands find by name, in the checkout and installed
 STRATEGIES = CONFIGS / "strategies"
@@ -211,6 +211,9 @@ class RunConfig:
         final_rate, room = train.final_learning_rate, model.max_position_embeddings
         most_rows = f"such that a step has at most {LARGEST} tokens, with data.seq_len={data.seq_len}"
         simulated = f"0 (the machine's own devices) to {MOST_DEVICES}"
+        eligible, k = model.num_eligible_experts, model.num_experts_per_token
+        comparable = eligible > k or not model.has_experts
+        one_more = f"False: a token has {eligible} experts to choose model.num_experts_per_token={k} of, it takes one more"
         ranges = (
             *((f"mesh.{axis}", size, size >= 1 or size == -1, left) for axis, size in vars(mesh).items()),
             ("data.seq_len", data.seq_len, data.seq_len >= 1, "at least 1"),
@@ -229,6 +232,7 @@ class RunConfig:
             ("train.beta2", train.beta2, 0 <= train.beta2 < 1, "at least 0 and below 1"),
             ("train.clip_norm", train.clip_norm, train.clip_norm > 0, "positive"),
             ("train.grad_accum", train.grad_accum, train.grad_accum >= 1, "at least 1"),
+            ("train.quantile_balancing", True, comparable or not train.quantile_balancing, one_more),
             ("train.checkpoint_every", train.checkpoint_every, train.checkpoint_every >= 1, "at least 1"),
             ("train.keep_checkpoints", train.keep_checkpoints, train.keep_checkpoints >= 1, "at least 1"),
             ("train.eval_windows", train.eval_windows, train.eval_windows >= 1, "at least 1"),

@@ -5,6 +5,7 @@ import json
 import math
 import os
 import re
+import shutil
 import subprocess
 import sys
 import time
@@ -22,6 +23,7 @@ import k3jax.train
 from k3jax import cli, run_config, runtime
 from k3jax.cli.bench import BenchKda
 from k3jax.config import ModelConfig, VisionConfig
+from k3jax.hf.inspect import Report
 from k3jax.run_config import (
     DataConfig,
     MeshConfig,
@@ -160,8 +162,8 @@ def calls(monkeypatch):
     monkeypatch.setattr(runtime, "setup", record("setup"))
     stand_in(k3jax.train, "loop", train=record("train"))
     stand_in(k3jax.train, "convert", export_checkpoint=record("export"), import_checkpoint=record("import"))
-    stand_in(k3jax.train, "inspect", report=record("run's report", "a run"), tensor_report=record("run's tensor", "a leaf"))
-    stand_in(k3jax.hf, "inspect", report=record("report", "2.8T parameters"))
+    stand_in(k3jax.train, "inspect", report=record("run's report", Report("a run", {})), tensor_report=record("run's tensor", "a leaf"))
+    stand_in(k3jax.hf, "inspect", report=record("report", Report("2.8T parameters", {})))
     stand_in(k3jax.hf, "statistics", tensor_report=record("tensor", "mean 0"))
     stand_in(k3jax.hf, "synthesize", synthesize=record("synthesize"))
     stand_in(serve, "generate", generate_text=record("generate_text", iter(["Hel", "lo"])))
@@ -197,15 +199,15 @@ def test_generate_prints_the_pieces_as_one_text(calls, capsys):
 def test_convert(calls):
     assert cli.main(["convert", "export", "a", "b"]) == 0
     assert cli.main(["convert", "import", "c", "d"]) == 0
-    line = "convert import c d --experts packed --layers 3 --memory-gib 0.5"
+    line = "convert import c d --experts packed --layers 3 --memory-gib 0.5 --allow-nonfinite *.A_log --allow-nonfinite x"
     assert cli.main(line.split()) == 0
     assert cli.main(["convert", "import", "e", "f", "--processes.coordinator", "auto"]) == 0
     assert calls[-2] == ("setup", (), {"processes": ProcessesConfig(coordinator="auto")})
     assert [call for call in calls if call[0] != "setup"] == [
         ("export", ("a", "b"), {"max_shard_size": 5 * 10**9, "memory": 2**31}),
-        ("import", ("c", "d"), {"experts": "dequantized", "layers": None, "memory": 2**31}),
-        ("import", ("c", "d"), {"experts": "packed", "layers": 3, "memory": 2**29}),
-        ("import", ("e", "f"), {"experts": "dequantized", "layers": None, "memory": 2**31}),
+        ("import", ("c", "d"), {"experts": "dequantized", "layers": None, "memory": 2**31, "allow_nonfinite": ()}),
+        ("import", ("c", "d"), {"experts": "packed", "layers": 3, "memory": 2**29, "allow_nonfinite": ("*.A_log", "x")}),
+        ("import", ("e", "f"), {"experts": "dequantized", "layers": None, "memory": 2**31, "allow_nonfinite": ()}),
     ]
 
 
@@ -233,7 +235,28 @@ def test_inspect(calls, capsys, tmp_path):
         ("run's tensor", (tmp_path / "run", "a.b"), {}),
         ("report", (tmp_path / "none",), {}),
     ]
-    assert capsys.readouterr().out.splitlines()[3:5] == ["mean 0", "a leaf"]
+    lines = ["2.8T parameters", "2.8T parameters", "a run", "mean 0", "a leaf", "2.8T parameters"]
+    assert capsys.readouterr().out.splitlines() == lines
+
+
+def test_inspect_of_what_has_problems_fails(tmp_path, capsys):
+    """The report first, then a line on stderr: of a release, of one without weights; not of a config."""
+    folder = shutil.copytree(ROOT / "tests" / "data" / "kimi_linear_tiny", tmp_path / "linear")
+    assert cli.main(["inspect", str(folder)]) == 0
+    capsys.readouterr()
+    (folder / "model-00002-of-00002.safetensors").unlink()
+    shard = "model-00002-of-00002.safetensors: the index names this shard, but there is no such file"
+    bare = tmp_path / "bare"
+    bare.mkdir()
+    shutil.copy(folder / "config.json", bare)
+    neither = f"{bare}: found neither model.safetensors.index.json nor model.safetensors"
+    for path, last in ((folder, shard), (bare, neither)):
+        assert cli.main(["inspect", str(path)]) == 2
+        out, err = capsys.readouterr()
+        assert out.splitlines()[-1] == f"problems    1 problem: {last}"
+        assert err == f"error: {path}: 1 problem, see the last line of the report\n"
+    assert cli.main(["inspect", str(bare / "config.json")]) == 0
+    assert capsys.readouterr().out.endswith("problems    none\n")
 
 
 @pytest.fixture
@@ -547,7 +570,7 @@ def test_values_are_typed():
         ("train.dtype=float16", "train.dtype=float16: must be one of float32, bfloat16"),
         ("model.q_lora_rank=low", "model.q_lora_rank=low: must be an integer or None"),
         ("model.kda_layers=1,x", "model.kda_layers=1,x: must be a tuple of values, each an integer"),
-        ("model.num_experts=2", "num_experts_per_token: found 4, must be below num_experts=2"),
+        ("model.num_experts=2", "num_experts_per_token: found 4, must be at most num_experts=2"),
         ("strategey=ep", "strategey: no such setting; did you mean strategy?"),
         ("strategy=zero", "strategy=zero: must be one of cp, dp, ep, "),
         ("strategy=", "strategy=: must be one of cp, dp, ep, "),

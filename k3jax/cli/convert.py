@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Literal
 
-from tyro.conf import Positional, subcommand
+from tyro.conf import Positional, UseAppendAction, subcommand
 
 from k3jax.cli.options import at_least, check
 from k3jax.paths import check_kind
@@ -39,6 +39,9 @@ class Import:
     """Only the first layers, for experiments; only the shards that hold them need to be there."""
     memory_gib: float = 2.0
     """Most memory for data on its way, in each process."""
+    allow_nonfinite: UseAppendAction[tuple[str, ...]] = ()
+    """Take a tensor that holds NaN or infinity as it is: its released name, or a pattern such as *.A_log; again for each
+    further one."""
     processes: ProcessesConfig = ProcessesConfig()
 
     def run(self) -> None:
@@ -52,7 +55,7 @@ class Import:
 
         options = {"experts": self.experts, "layers": self.layers, "memory": int(self.memory_gib * 2**30)}
         with runtime.ending_together():
-            convert.import_checkpoint(self.source, self.destination, **options)
+            convert.import_checkpoint(self.source, self.destination, allow_nonfinite=self.allow_nonfinite, **options)
 
 
 @dataclass(frozen=True)
@@ -143,7 +146,7 @@ class Convert:
 
 @dataclass(frozen=True)
 class Inspect:
-    """Say what a configuration or checkpoint holds, of which only headers are read."""
+    """Say what a configuration or checkpoint holds, of which only headers are read; exits with 2 if something is wrong."""
 
     path: Positional[PathText]
     """A released config.json, a folder of the released layout, or the checkpoint of a run or an import."""
@@ -154,10 +157,14 @@ class Inspect:
         check_kind(self.path)
         path = Path(self.path)
         if path.is_dir() and not (path / "config.json").is_file():
-            from k3jax.train import inspect
-
-            print(inspect.report(path) if self.tensor is None else inspect.tensor_report(path, self.tensor))
+            from k3jax.train.inspect import report, tensor_report
         else:
-            from k3jax.hf import inspect, statistics
-
-            print(inspect.report(path) if self.tensor is None else statistics.tensor_report(path, self.tensor))
+            from k3jax.hf.inspect import report
+            from k3jax.hf.statistics import tensor_report
+        if self.tensor is not None:
+            print(tensor_report(path, self.tensor))
+            return
+        found = report(path)
+        print(found, flush=True)
+        if problems := len(found.problems):
+            raise ValueError(f"{path}: {problems} problem{'s'[: problems != 1]}, see the last line of the report")
