@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 from k3jax import strict_json
+from k3jax.paths import check_kind, expand
 
 MX_BLOCK = 32  # values that share one microscaling exponent
 LARGEST = 2**31 - 1  # what is counted on devices is counted in int32
@@ -376,8 +377,9 @@ class ModelConfig:
         if isinstance(source, Mapping):
             raw = source
         else:
-            path = Path(source)
+            path = Path(expand(source))
             path = path / "config.json" if path.is_dir() else path
+            check_kind(path)
             try:
                 raw = strict_json.loads(path.read_text(encoding="utf-8"))
             except FileNotFoundError:

@@ -116,3 +116,11 @@ def test_sampler_keeps_to_top_k_and_top_p():
     cold = np.asarray(sample(logits, jax.random.key(0), 0.25))
     assert abs(np.mean(cold == 0) - 0.5**4 / (0.5**4 + 0.3**4 + 0.15**4 + 0.05**4)) < 0.04
     assert np.all(np.asarray(sample(logits, jax.random.key(0), 0.0)) == 0)
+
+
+def test_no_more_tokens_than_the_model_has_positions(model):
+    k3, variables = model
+    short = k3.clone(cfg=dataclasses.replace(k3.cfg, max_position_embeddings=40))
+    says = "max_tokens=36: found 5 tokens in the prompt, must be at most max_position_embeddings=40 together"
+    with pytest.raises(ValueError, match=says):
+        next(generate_tokens(short, variables, np.arange(5), 36))
