@@ -208,12 +208,12 @@ class RunConfig:
         _check_values(self)
         left = "at least 1, or -1 for what the other axes leave of the devices"
         model, data, train, mesh = self.model, self.data, self.train, self.mesh
-        final_rate, room = train.final_learning_rate, model.max_position_embeddings
-        most_rows = f"such that a step has at most {LARGEST} tokens, with data.seq_len={data.seq_len}"
-        simulated = f"0 (the machine's own devices) to {MOST_DEVICES}"
         eligible, k = model.num_eligible_experts, model.num_experts_per_token
         comparable = eligible > k or not model.has_experts
         one_more = f"False: a token has {eligible} experts to choose model.num_experts_per_token={k} of, it takes one more"
+        final_rate, room = train.final_learning_rate, model.max_position_embeddings
+        most_rows = f"such that a step has at most {LARGEST} tokens, with data.seq_len={data.seq_len}"
+        simulated = f"0 (the machine's own devices) to {MOST_DEVICES}"
         ranges = (
             *((f"mesh.{axis}", size, size >= 1 or size == -1, left) for axis, size in vars(mesh).items()),
             ("data.seq_len", data.seq_len, data.seq_len >= 1, "at least 1"),

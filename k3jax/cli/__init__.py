@@ -82,12 +82,13 @@ class Generate:
     """Round expert inputs to MXFP8, as quantisation-aware training does."""
 
     def run(self) -> None:
+        from k3jax.serve.sampling import ranges
+
+        drawn = ranges(self.temperature, self.top_k, self.top_p)
         check(
             ("prompt", self.prompt, bool(self.prompt or self.image), "at least one character, where there is no image"),
             *at_least(1, max_tokens=self.max_tokens),
-            ("temperature", self.temperature, self.temperature >= 0, "0 or more"),
-            *at_least(0, top_k=self.top_k),
-            ("top-p", self.top_p, 0 < self.top_p <= 1, "above 0 and at most 1"),
+            *((name.replace("_", "-"), *rest) for name, *rest in drawn),
         )
         for path in (self.checkpoint, *self.image):
             check_kind(path)

@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 
 from k3jax.paths import check_kind, expand
+from k3jax.tokens import check_tokens
 
 log = logging.getLogger(__name__)
 
@@ -49,21 +50,6 @@ class ByteTokenizer:
         ids = np.asarray(ids)
         check_tokens(ids, ByteTokenizer.vocab_size)
         return ids.astype(np.uint8).tobytes().decode("utf-8", "replace")
-
-
-def check_tokens(tokens, vocab_size: int) -> None:
-    """Raises ValueError naming the first id of `tokens` (integers, any shape) that is not in 0..vocab_size-1.
-
-    >>> check_tokens([[1, 300]], 256)
-    Traceback (most recent call last):
-    ValueError: token id 300 at position [0, 1] is outside the vocabulary of 256: ids run from 0 to 255
-    """
-    tokens = np.asarray(tokens)
-    outside = np.argwhere((tokens < 0) | (tokens >= vocab_size))
-    if len(outside):
-        where = outside[0].tolist()
-        raise ValueError(f"token id {tokens[tuple(where)]} at position {where} is outside the vocabulary of "
-                         f"{vocab_size}: ids run from 0 to {vocab_size - 1}")
 
 
 def find_text(paths: Sequence[str] = ()) -> list[Path]:
