@@ -139,6 +139,7 @@ def _routed_local(cfg, policy, expert_axes, token_axes, x, z, valid, gate, bias,
         renormalize=cfg.moe_renormalize,
         scaling=cfg.routed_scaling_factor,
     )
+    plain = policy.forward_mode and policy.expert_impl == "auto" and not expert_axes
     y, dropped = apply_experts(
         z.reshape(B * T, -1),
         routing.weights,
@@ -148,7 +149,7 @@ def _routed_local(cfg, policy, expert_axes, token_axes, x, z, valid, gate, bias,
         Unit(activation(cfg), policy.mxfp8_inputs),
         expert_axes,
         tuple(dict.fromkeys(token_axes + expert_axes)),
-        policy.expert_impl,
+        "plain" if plain else policy.expert_impl,
         policy.capacity_drop,
     )
     stats = RouterStats(
