@@ -20,6 +20,7 @@ PROMPT = "def "
 
 def main(overrides: list[str]) -> None:
     started = time.monotonic()
+    runtime.show_what_can_be_shown()
     config = run_config.apply_overrides(run_config.load_config(CONFIG), overrides)
     count = config.processes.count
     config = dataclasses.replace(config, out=unused(config.out), processes=run_config.ProcessesConfig())

@@ -74,10 +74,10 @@ def config_file(tmp_path):
     return str(path)
 
 
-def run_python(code, *argv, **env):
+def run_python(code, *argv, text=True, **env):
     command = [sys.executable, "-c", code, *argv]
     environment = os.environ | {"PYTHONPATH": str(ROOT)} | env
-    return subprocess.run(command, capture_output=True, text=True, env=environment, timeout=60)
+    return subprocess.run(command, capture_output=True, text=text, env=environment, timeout=60)
 
 
 def one_error(capsys, *argv):
@@ -429,6 +429,22 @@ def test_interrupt(capsys, monkeypatch, calls):
     monkeypatch.setattr(k3jax.hf.inspect, "report", interrupt)
     assert cli.main(["inspect", "x"]) == 130
     assert capsys.readouterr().err == "interrupted\n"
+
+
+def test_what_a_terminal_cannot_show_is_replaced():
+    code = """
+import sys, types
+sys.modules["k3jax.serve.generate"] = fake = types.ModuleType("generate")
+fake.generate_text = lambda *_, **__: iter("caf\\u00e9 \\u6f22\\udc80!")
+import k3jax.serve
+k3jax.serve.generate = fake
+from k3jax import cli, runtime
+runtime.setup = lambda *_, **__: None
+sys.exit(cli.main(["generate", "x", "--prompt", "x"]))
+"""
+    for encoding, shown in (("ascii", "caf? ??!\n"), ("latin-1", "caf\u00e9 ??!\n"), ("utf-8", "caf\u00e9 \u6f22?!\n")):
+        done = run_python(code, PYTHONIOENCODING=encoding, text=False)
+        assert (done.returncode, done.stdout.decode(encoding), done.stderr) == (0, shown, b"")
 
 
 @pytest.mark.parametrize("command", ["train", "inspect"])  # more than a buffer of text, and less

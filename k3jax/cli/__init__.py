@@ -23,6 +23,7 @@ from k3jax.cli.bench import Bench, BenchStep, BenchStrategies
 from k3jax.cli.convert import Convert, Inspect
 from k3jax.cli.options import check
 from k3jax.cli.plan import Plan
+from k3jax.runtime import show_what_can_be_shown
 
 
 @dataclass(frozen=True)
@@ -123,6 +124,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         >>> main(["train", "--config", "configs/quickstart.py", "train.steps=50"])
         0
     """
+    show_what_can_be_shown()
     try:
         command, rest = _parse(list(sys.argv[1:] if argv is None else argv))
         if command is not None:

@@ -101,6 +101,8 @@ def make_train_step(config: RunConfig, shardings: TrainState):
 
     The batch is split into `grad_accum` micro-batches one after the other; the loss is the mean over all learnt tokens of
     the whole batch and Quantile Balancing sees them all, so the result does not depend on the split but for rounding.
+    A batch without a learnt token has loss 0 and changes nothing but the count of steps: no moment decays, no weight either,
+    and schedule and router biases stay where they were.
     Metrics: loss (nats a token), grad_norm (before clipping), expert_load (largest load of an expert over the mean, in
     the worst layer), tokens (learnt); with `capacity_drop` also dropped (pairs of token and expert, over all layers).
     """
@@ -108,6 +110,8 @@ def make_train_step(config: RunConfig, shardings: TrainState):
 
     def step(state: TrainState, batch: dict[str, Array]):
         total = jnp.sum(batch["weights"])
+        learns = total > 0
+        total = jnp.where(learns, total, 1)
         grad = jax.value_and_grad(
             lambda params, part: batch_loss(model, params, state.router, part, total), has_aux=True
         )
@@ -140,7 +144,9 @@ def make_train_step(config: RunConfig, shardings: TrainState):
         }
         if config.train.capacity_drop:
             metrics["dropped"] = sum(jnp.sum(s.dropped) for s in router_stats(stats))
-        return TrainState(state.step + 1, params, router, opt_state), metrics
+        kept = state.replace(step=state.step + 1)
+        new = TrainState(kept.step, params, router, opt_state)
+        return jax.tree.map(lambda new, kept: jnp.where(learns, new, kept), new, kept), metrics
 
     options = compiler_options()
     return jax.jit(step, donate_argnums=0, out_shardings=(shardings, None), compiler_options=options)
