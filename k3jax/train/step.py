@@ -140,7 +140,7 @@ def make_train_step(config: RunConfig, shardings: TrainState):
             "loss": loss,
             "grad_norm": optax.tree.norm(gradients),
             "expert_load": worst_load(stats),
-            "tokens": jnp.sum(batch["weights"] > 0),
+            "tokens": jnp.sum(batch["weights"] > 0, dtype=jnp.int32),
         }
         if config.train.capacity_drop:
             metrics["dropped"] = sum(jnp.sum(s.dropped) for s in router_stats(stats))
