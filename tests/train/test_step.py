@@ -4,6 +4,7 @@ import dataclasses
 from functools import cache
 from pathlib import Path
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -101,6 +102,22 @@ def test_by_hand(monkeypatch, accum, balancing):
         expected = quantile_bias_from_histogram(stats["moe"].histogram[0], jnp.asarray(bias[0]), K)[None]
         assert np.abs(expected - bias).max() > 0.01
     np.testing.assert_allclose(new.router["moe"]["e_score_correction_bias"], expected, rtol=1e-12, atol=1e-15)
+
+
+@pytest.mark.parametrize("accum", [1, 2])
+def test_a_batch_without_a_learnt_token_changes_nothing(monkeypatch, accum):
+    monkeypatch.setattr(training, "batch_loss", linear_loss)
+    train = dataclasses.replace(TRAIN, grad_accum=accum, weight_decay=0.1)
+    step, batch = make_train_step(RunConfig(MODEL, train=train), None), hand_batch()
+    before, _ = step(hand_state(train), batch)
+    kept = jax.device_get(before)
+    after, metrics = step(before, batch | {"weights": jnp.zeros_like(batch["weights"])})
+    assert float(metrics["loss"]) == 0 and float(metrics["grad_norm"]) == 0 and int(metrics["tokens"]) == 0
+    assert int(after.step) == int(kept.step) + 1
+    chex.assert_trees_all_equal(jax.device_get(after).replace(step=kept.step), kept)
+    later, _ = step(after, batch)  # and the next batch teaches as it would have
+    straight, _ = step(step(hand_state(train), batch)[0], batch)
+    chex.assert_trees_all_equal(later.replace(step=straight.step), straight)
 
 
 def test_the_state_is_donated(monkeypatch):
