@@ -80,7 +80,8 @@ class VisionConfig:
             _check_type(f"vision_config.{name}", getattr(self, name), hint)
         for name in (field.name for field in dataclasses.fields(self)):
             value = getattr(self, name)
-            if name != "media_placeholder_token_id" and min(value if isinstance(value, tuple) else (value,)) <= 0:
+            values = value if isinstance(value, tuple) else (value,)
+            if name != "media_placeholder_token_id" and min(values) <= 0:
                 raise ValueError(f"vision_config.{name}: found {value}, must be positive")
         if self.qkv_hidden_size % (4 * self.vt_num_attention_heads):
             raise ValueError(

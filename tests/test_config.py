@@ -305,6 +305,8 @@ NULL = object()  # JSON's null; None below takes the key away
         ),
         ("k3_tiny", "vision_config.patch_size", 1.5, "vision_config.patch_size: found 1.5, must be an int"),
         ("k3_tiny", "vision_config.patch_size", 0, "vision_config.patch_size: found 0, must be positive"),
+        ("k3_tiny", "vision_config.projector_ln_eps", float("nan"), "projector_ln_eps: found nan, must be a finite number"),
+        ("k3_tiny", "vision_config.patch_size", 2**31, "patch_size: found 2147483648, must be from -2147483647 to 2147483647"),
         ("k3_tiny", "vision_config.mm_hidden_size", 16, "mm_hidden_size: found 16, must equal vt_hidden_size=32"),
         ("k3_tiny", "vision_config.qkv_hidden_size", 44, "qkv_hidden_size: found 44, must be a multiple of 4 .*=8"),
         ("k3_tiny", "vision_config.vt_hidden_size", 31, "vision_config.vt_hidden_size: found 31, must be even"),
