@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import io
 import itertools
 import json
 import os
@@ -178,6 +179,13 @@ def _keep_programs(jax) -> None:
     jax.config.update("jax_compilation_cache_dir", str(folder))
     # Every program counts: the many small ones together take as long to compile as the large one.
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+
+
+def show_what_can_be_shown() -> None:
+    """What a terminal's encoding cannot show is printed as a question mark, and is no error."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):  # what replaces it in tests and notebooks takes any text
+            stream.reconfigure(errors="replace")
 
 
 def compiler_options() -> dict[str, str] | None:

@@ -6,6 +6,7 @@ import hashlib
 import multiprocessing
 import os
 import random
+import runpy
 import shutil
 import statistics
 import subprocess
@@ -26,6 +27,7 @@ from k3jax.hf.files import INDEX
 from k3jax.hf.names import table as released
 from k3jax.hf.synthesize import synthesize
 from k3jax.ops import mx
+from k3jax.run_config import CONFIGS, load_model
 from k3jax.runtime import peak_memory
 
 GIB = 2**30
@@ -78,7 +80,7 @@ def stored_bytes(cfg: ModelConfig) -> int:
 
 
 def run(options) -> dict[str, Any]:
-    """`options`: `k3jax.cli.bench.BenchConvert`."""
+    """Compares as the command's options say; what `text` prints, fit for JSON."""
     report = {"machine": machine(), "folder": str(options.folder), "rates": [], "index": None, "kills": []}
     with tempfile.TemporaryDirectory(dir=options.folder, prefix="bench-convert-") as folder:
         if options.gib:
@@ -166,19 +168,20 @@ def _report_memory(send, function: Callable, *arguments) -> None:
 
 
 def _command(*line: str) -> None:
-    from k3jax import cli
-
-    if code := cli.main(line):
-        raise SystemExit(code)
+    """`python -m k3jax` in this process, whose memory is measured."""
+    sys.argv[1:] = line
+    try:
+        runpy.run_module("k3jax", run_name="__main__")
+    except SystemExit as end:
+        if end.code:
+            raise
 
 
 def _index(folder: Path) -> dict[str, Any]:
     """Validates and plans the import of the headers of Kimi K3, in files that have no data but its size."""
-    import runpy
-
     from k3jax.hf.shards import ShardWriter, split
 
-    cfg = runpy.run_path(str(Path(__file__).parents[2] / "configs" / "kimi_k3.py"))["model"]
+    cfg = load_model(CONFIGS / "kimi_k3.py")
     leaves = released(cfg)
     writer = ShardWriter(folder, cfg, leaves, split(leaves, 17 * 10**9))
     writer.begin()

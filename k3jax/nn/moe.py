@@ -16,15 +16,15 @@ from k3jax.ops import mx
 from k3jax.ops.experts import Unit, apply_experts
 from k3jax.ops.kda import accumulator
 from k3jax.ops.packed import Packed
-from k3jax.ops.router import expert_load, quantile_histogram, route
+from k3jax.ops.router import expert_load, quantile_histogram, route, router_scores
 from k3jax.sharding import along, constrain, gathered, mesh_axes, on_shards
 
 
 @flax.struct.dataclass
 class RouterStats:
     """What one forward pass tells of a router: `load` int32 [E], tokens each expert was chosen by, `histogram` int32
-    [E,1000] for Quantile Balancing, and `dropped` int32, how many (token, expert) pairs were left out (0 unless
-    `capacity_drop`). Global over the mesh; padding is not counted."""
+    [E,1000] for Quantile Balancing, and `dropped` float32, how many (token, expert) pairs were left out (0 unless
+    `capacity_drop`; they may be more than int32 holds). Global over the mesh; padding is not counted."""
 
     load: Array
     histogram: Array
@@ -70,7 +70,10 @@ class RoutedExperts(nn.Module):
 
 
 class LatentMoE(nn.Module):
-    """y = W_up RMSNorm( sum_i p_i E_i(W_down x) ) + Shared(x); without a latent size, E_i acts on x itself."""
+    """y = W_up RMSNorm( sum_i p_i E_i(W_down x) ) + Shared(x); without a latent size, E_i acts on x itself.
+
+    Without shared experts, Shared is nothing.
+    """
 
     cfg: ModelConfig
     policy: Policy
@@ -105,8 +108,9 @@ class LatentMoE(nn.Module):
         if cfg.routed_expert_hidden_size:
             w = weight(self, "routed_expert_up_proj", (D, L), ("embed", None), std)
             u = project(u, w)
-        shared = DenseFFN(cfg, policy, cfg.shared_intermediate_size, name="shared_experts")(x)
-        return u + shared, stats
+        if cfg.num_shared_experts:
+            u = u + DenseFFN(cfg, policy, cfg.shared_intermediate_size, name="shared_experts")(x)
+        return u, stats
 
 
 def _routed(cfg, policy, x, z, valid, gate, bias, experts, seq):
@@ -128,7 +132,7 @@ def _routed_local(cfg, policy, expert_axes, token_axes, x, z, valid, gate, bias,
     wide = accumulator(policy.dtype)
     flat = valid.reshape(-1)
     logits = jnp.einsum("nd,ed->ne", x.reshape(-1, D).astype(wide), gate.astype(wide))
-    scores = jax.nn.sigmoid(logits)
+    scores = router_scores(logits, cfg.moe_router_activation_func)
     k = cfg.num_experts_per_token
     routing = route(
         scores,
@@ -139,6 +143,7 @@ def _routed_local(cfg, policy, expert_axes, token_axes, x, z, valid, gate, bias,
         renormalize=cfg.moe_renormalize,
         scaling=cfg.routed_scaling_factor,
     )
+    plain = policy.forward_mode and policy.expert_impl == "auto" and not expert_axes
     y, dropped = apply_experts(
         z.reshape(B * T, -1),
         routing.weights,
@@ -148,13 +153,13 @@ def _routed_local(cfg, policy, expert_axes, token_axes, x, z, valid, gate, bias,
         Unit(activation(cfg), policy.mxfp8_inputs),
         expert_axes,
         tuple(dict.fromkeys(token_axes + expert_axes)),
-        policy.expert_impl,
+        "plain" if plain else policy.expert_impl,
         policy.capacity_drop,
     )
     stats = RouterStats(
         expert_load(routing.indices, cfg.num_experts, flat),
         quantile_histogram(lax.stop_gradient(scores), routing.cutoff, bias, flat),
-        dropped,
+        dropped.astype(jnp.float32),
     )
     if token_axes:
         stats = lax.psum(stats, token_axes)

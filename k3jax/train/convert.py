@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
@@ -20,6 +21,7 @@ from k3jax.hf.pieces import Box, Pieced
 from k3jax.hf.save import SHARD_BYTES, write_released
 from k3jax.hf.stream import MEMORY, Job, run
 from k3jax.lock import LOCK, claimed
+from k3jax.paths import expand
 from k3jax.train.checkpoint import PieceWriter, open_model
 
 
@@ -29,18 +31,21 @@ class ImportPlan(NamedTuple):
     checkpoint: Checkpoint
     leaves: dict[tuple[str, ...], Pieced]
     meta: dict[str, Any]
-    identity: str  # of all that the result depends on
+    identity: str  # of all that the result depends on: not of what may be NaN, for a stopped import goes on when that is allowed
 
 
 def plan_import(
-    source: str | Path, experts: Literal["dequantized", "packed"] = "dequantized", layers: int | None = None
+    source: str | Path,
+    experts: Literal["dequantized", "packed"] = "dequantized",
+    layers: int | None = None,
+    allow_nonfinite: Sequence[str] = (),
 ) -> ImportPlan:
     """Checks a released checkpoint, by its headers, and says what `import_checkpoint` writes; it writes nothing itself."""
     whole = ModelConfig.from_hf(source)
     cfg = whole if layers is None else whole.first_layers(layers)
     prefix = {} if layers is None else {"of": whole, "wanted": released_names(cfg)}
     checkpoint = open_checked(source, cfg, experts, **prefix)
-    leaves = released_arrays(cfg, checkpoint, np.dtype(ml_dtypes.bfloat16), experts)
+    leaves = released_arrays(cfg, checkpoint, np.dtype(ml_dtypes.bfloat16), experts, allow_nonfinite)
     meta = {"kind": "weights", "model": cfg.to_hf(), "experts": experts}
     identity = hashlib.sha256(json.dumps([checkpoint.fingerprint, meta]).encode()).hexdigest()
     return ImportPlan(checkpoint, leaves, meta, identity)
@@ -52,6 +57,7 @@ def import_checkpoint(
     experts: Literal["dequantized", "packed"] = "dequantized",
     layers: int | None = None,
     memory: int = MEMORY,
+    allow_nonfinite: Sequence[str] = (),
 ) -> None:
     """Writes a released checkpoint as one that a run can start from, on any mesh: step 0 of `destination`.
 
@@ -60,16 +66,18 @@ def import_checkpoint(
     on from the pieces that were written. Of several processes all make the same call, with a `destination` that all see:
     each reads and writes its share of the pieces.
 
-    Raises `CheckpointError` naming all that is wrong with the headers before anything is written.
+    Raises `CheckpointError` naming all that is wrong with the headers before anything is written, and a tensor with a value
+    that is NaN or infinite, and that no pattern of `allow_nonfinite` names, when it comes to it.
     """
-    with claimed(destination, lambda: _plan(source, destination, experts, layers)) as plan:
-        _import(plan, Path(destination), memory)
+    destination = Path(expand(destination))
+    with claimed(destination, lambda: _plan(source, destination, experts, layers, allow_nonfinite)) as plan:
+        _import(plan, destination, memory)
 
 
-def _plan(source, destination, experts, layers) -> tuple[ImportPlan, dict[str, str]]:
+def _plan(source, destination: Path, *options) -> tuple[ImportPlan, dict[str, str]]:
     """The plan of an import, and of it what all processes must have found."""
-    plan = plan_import(source, experts, layers)
-    if strange := [path.name for path in Path(destination).iterdir() if path.name not in (LOCK, "checkpoints")]:
+    plan = plan_import(source, *options)
+    if strange := [path.name for path in destination.iterdir() if path.name not in (LOCK, "checkpoints")]:
         raise CheckpointError(f"{destination}: already holds {min(strange)}; choose a new or empty folder")
     return plan, {f"what {source} holds": plan.identity}
 

@@ -47,6 +47,20 @@ class RunLog:
             bar = {"file": stream, "ncols": width, "bar_format": _BAR, "mininterval": 0}
             self._bar = tqdm(total=total_steps, initial=resume_step, **bar)
 
+    def say(self, text: str) -> None:
+        """Shows a line that belongs to no step."""
+        if self._bar is not None:
+            self._bar.write(text, file=self._stream)
+        else:
+            print(text, file=self._stream, flush=True)
+
+    def begin(self) -> None:
+        """Time runs from here: what came before, such as compilation, says nothing of the time that is left."""
+        self._start = self._last_line = time.monotonic()
+        if self._bar is not None:
+            self._bar.reset()
+            self._bar.update(self._resume_step)
+
     def write(
         self,
         step: int,

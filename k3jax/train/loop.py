@@ -58,7 +58,27 @@ class Result:
 
 
 def open_data(config: RunConfig) -> tuple[RowDataset, RowDataset]:
-    """Train and held-out data of a run."""
+    """Train and held-out data of a run. Raises `ValueError` where nothing could be learnt, or nothing evaluated."""
+    training_data, held_out = _open_data(config)
+    if not _teaches(training_data):
+        raise ValueError(f"{_source(config)}: no token to learn; every document for training is too short to have a second one")
+    if not _teaches(held_out, config.train.eval_windows):
+        raise ValueError(
+            f"{_source(config)}: no held-out token has a predecessor in its document, in the rows that "
+            f"train.eval_windows={config.train.eval_windows} takes; give longer documents, or another data.held_out"
+        )
+    return training_data, held_out
+
+
+def _source(config: RunConfig) -> str:
+    return "data.pairs" if config.data.pairs else "data.paths"
+
+
+def _teaches(data: RowDataset, limit: int | None = None) -> bool:
+    return any(batch["weights"].any() for batch in data.windows(limit, images=False))
+
+
+def _open_data(config: RunConfig) -> tuple[RowDataset, RowDataset]:
     if config.model.vocab_size < ByteDataset.vocab_size:
         raise ValueError(
             f"model.vocab_size={config.model.vocab_size}: must be at least {ByteDataset.vocab_size}, one token a byte"
@@ -126,7 +146,9 @@ def _train(config: RunConfig, training_data: RowDataset, held_out: RowDataset, m
                     batch = training_data.batch(number - 1, rows)
                     batch = training.shard_batch(batch, mesh, config.data.batch_size)
                     if number == first + 1:
+                        watch.compiles()
                         step_fn = _program(step_fn, state, batch)
+                        watch.begins()
                     state, metrics = step_fn(state, batch)
                     watch.add(number, metrics)
                     saves = number % config.train.checkpoint_every == 0 or number == last
@@ -156,6 +178,17 @@ class _Watch:
         self.pending: list[tuple[int, dict]] = []
         self.since = time.monotonic()
         self.loss = float("nan")
+        self.warned = False
+
+    def compiles(self) -> None:
+        if self.log is not None:
+            self.log.say("compiling")
+
+    def begins(self) -> None:
+        """The first step starts now: what came before is no part of its time."""
+        self.since = time.monotonic()
+        if self.log is not None:
+            self.log.begin()
 
     def add(self, number: int, metrics: dict) -> None:
         self.pending.append((number, metrics))
@@ -174,8 +207,12 @@ class _Watch:
         now = time.monotonic()
         tokens = sum(int(metrics["tokens"]) for _, metrics in steps)
         number, metrics = steps[-1]
-        self.loss = float(np.mean([metrics["loss"] for _, metrics in steps]))
+        learnt = [metrics["loss"] for _, metrics in steps if metrics["tokens"]]
+        self.loss = float(np.mean(learnt)) if learnt else 0.0
         more = {"dropped": sum(int(metrics["dropped"]) for _, metrics in steps)} if "dropped" in metrics else {}
+        if skipped := len(steps) - len(learnt):
+            more["skipped"] = skipped
+            self._warn(next(number for number, metrics in steps if not metrics["tokens"]))
         if self.log is not None:
             self.log.write(
                 number,
@@ -186,6 +223,12 @@ class _Watch:
                 **more,
             )
         self.since = now
+
+    def _warn(self, number: int) -> None:
+        """Once a run."""
+        if self.log is not None and not self.warned:
+            self.log.say(f"step {number}: its batch has no token to learn, so it changes nothing; `skipped` counts such steps")
+        self.warned = True
 
 
 def _first_state(config: RunConfig, mesh, resumed: tuple[Path, int] | None):
@@ -253,6 +296,8 @@ def evaluate(config: RunConfig, state: training.TrainState, held_out: RowDataset
             losses = _program(losses, state, batch)
         sums.append(losses(state, batch))
     loss, count = np.sum(jax.device_get(sums), axis=0, dtype=np.float64)
+    if not count:
+        raise ValueError(f"{_source(config)}: no held-out token has a predecessor in its document; give longer documents")
     return float(loss / count), int(count)
 
 

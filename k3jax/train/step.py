@@ -19,7 +19,7 @@ from k3jax.ops.loss import cross_entropy
 from k3jax.ops.router import quantile_bias_from_histogram
 from k3jax.run_config import RunConfig
 from k3jax.runtime import compiler_options
-from k3jax.sharding import spec, tree_shardings
+from k3jax.sharding import constrain, spec, tree_shardings
 from k3jax.train.optim import make_optimizer
 
 
@@ -101,6 +101,8 @@ def make_train_step(config: RunConfig, shardings: TrainState):
 
     The batch is split into `grad_accum` micro-batches one after the other; the loss is the mean over all learnt tokens of
     the whole batch and Quantile Balancing sees them all, so the result does not depend on the split but for rounding.
+    A batch without a learnt token has loss 0 and changes nothing but the count of steps: no moment decays, no weight either,
+    and schedule and router biases stay where they were.
     Metrics: loss (nats a token), grad_norm (before clipping), expert_load (largest load of an expert over the mean, in
     the worst layer), tokens (learnt); with `capacity_drop` also dropped (pairs of token and expert, over all layers).
     """
@@ -108,13 +110,15 @@ def make_train_step(config: RunConfig, shardings: TrainState):
 
     def step(state: TrainState, batch: dict[str, Array]):
         total = jnp.sum(batch["weights"])
+        learns = total > 0
+        total = jnp.where(learns, total, 1)
         grad = jax.value_and_grad(
             lambda params, part: batch_loss(model, params, state.router, part, total), has_aux=True
         )
         if accum == 1:
             (loss, stats), gradients = grad(state.params, batch)
         else:
-            micro = jax.tree.map(lambda x: x.reshape(accum, -1, *x.shape[1:]), batch)
+            micro = micro_batches(batch, accum)
             first = jax.tree.map(lambda x: x[0], micro)
             zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), jax.eval_shape(grad, state.params, first))
 
@@ -136,14 +140,29 @@ def make_train_step(config: RunConfig, shardings: TrainState):
             "loss": loss,
             "grad_norm": optax.tree.norm(gradients),
             "expert_load": worst_load(stats),
-            "tokens": jnp.sum(batch["weights"] > 0),
+            "tokens": jnp.sum(batch["weights"] > 0, dtype=jnp.int32),
         }
         if config.train.capacity_drop:
             metrics["dropped"] = sum(jnp.sum(s.dropped) for s in router_stats(stats))
-        return TrainState(state.step + 1, params, router, opt_state), metrics
+        kept = state.replace(step=state.step + 1)
+        new = TrainState(kept.step, params, router, opt_state)
+        return jax.tree.map(lambda new, kept: jnp.where(learns, new, kept), new, kept), metrics
 
     options = compiler_options()
     return jax.jit(step, donate_argnums=0, out_shardings=(shardings, None), compiler_options=options)
+
+
+def micro_batches(batch, parts: int):
+    """Leaves [B,...] -> [parts,B/parts,...]: part p is every `parts`-th row from row p on.
+
+    So every device's rows are spread over all parts, and none moves to another device.
+    """
+
+    def split(x):
+        x = jnp.moveaxis(x.reshape(-1, parts, *x.shape[1:]), 1, 0)
+        return constrain(x, None, "batch", *[None] * (x.ndim - 2))
+
+    return jax.tree.map(split, batch)
 
 
 def balanced(router, stats, k: int):

@@ -10,11 +10,13 @@ import pytest
 
 from k3jax.ops.router import (
     BINS,
+    _balanced_load,
     expert_load,
     quantile_bias,
     quantile_bias_from_histogram,
     quantile_histogram,
     route,
+    router_scores,
 )
 
 GOLDEN = np.load(Path(__file__).parents[1] / "data" / "ops" / "quantile_balancing.npz")
@@ -69,20 +71,43 @@ def test_groups_by_hand():
     np.testing.assert_array_equal(routing.cutoff, [0.5])
 
 
-@pytest.mark.parametrize("groups, kept", [(1, 1), (4, 2), (3, 1), (6, 6)])
-def test_against_a_restatement(groups, kept):
-    E, k = 12, 3
-    scores, bias = draw(0, 40, E)
-    routing = route(scores, bias, k, num_groups=groups, topk_group=kept, scaling=1.5)
+SCORES = {"sigmoid": lambda z: 1 / (1 + np.exp(-z)), "softmax": lambda z: np.exp(z) / np.exp(z).sum()}
+
+
+@pytest.mark.parametrize("function", SCORES)
+@pytest.mark.parametrize(
+    "groups, kept, k",
+    [(1, 1, 3), (4, 2, 3), (3, 1, 3), (6, 6, 3), (4, 1, 3), (6, 2, 4), (12, 12, 3), (3, 3, 12), (1, 1, 12), (6, 1, 1)],
+)
+def test_against_a_restatement(function, groups, kept, k):
+    """Of as many experts as are considered (4 groups of 3, one kept, k = 3) and of one a group, too."""
+    E = 12
+    rng = np.random.default_rng(0)
+    logits, bias = rng.normal(size=(40, E)), rng.normal(size=E) / 5
+    scores = router_scores(jnp.asarray(logits), function)
+    routing = route(scores, jnp.asarray(bias), k, num_groups=groups, topk_group=kept, scaling=1.5)
     for row in range(40):
-        s = np.asarray(scores[row])
-        parts = (s + np.asarray(bias)).reshape(groups, -1)
-        merit = np.sort(parts, axis=1)[:, -2:].sum(axis=1)
-        biased = np.where((np.argsort(-merit).argsort() < kept)[:, None], parts, -np.inf).reshape(-1)
+        s = SCORES[function](logits[row])
+        np.testing.assert_allclose(scores[row], s, rtol=1e-14)
+        biased = s + bias
+        if kept < groups:
+            parts = biased.reshape(groups, -1)
+            merit = np.sort(parts, axis=1)[:, -2:].sum(axis=1)
+            biased = np.where((np.argsort(-merit).argsort() < kept)[:, None], parts, -np.inf).reshape(-1)
         order = np.argsort(-biased)
         np.testing.assert_array_equal(routing.indices[row], order[:k])
-        np.testing.assert_allclose(routing.weights[row], 1.5 * s[order[:k]] / s[order[:k]].sum(), rtol=1e-14)
-        assert routing.cutoff[row] == biased[order[k]]
+        divisor = s[order[:k]].sum() if k > 1 else 1
+        np.testing.assert_allclose(routing.weights[row], 1.5 * s[order[:k]] / divisor, rtol=1e-14)
+        np.testing.assert_allclose(routing.cutoff[row], [*biased[order], -np.inf][k], rtol=1e-13)
+
+
+@pytest.mark.parametrize("groups, kept, k", [(1, 1, 12), (4, 1, 3)])
+def test_a_histogram_without_a_cutoff_is_still_counts(groups, kept, k):
+    """Inference may compute one and read none: what no expert was compared with lies in the first bin."""
+    scores, bias = draw(8, 10, 12)
+    cutoff = route(scores, bias, k, num_groups=groups, topk_group=kept).cutoff
+    histogram = quantile_histogram(scores, cutoff, bias, jnp.ones(10, bool))
+    np.testing.assert_array_equal(histogram, np.where(np.arange(BINS) == 0, 10, 0) * np.ones((12, 1)))
 
 
 def test_gradients_flow_through_the_weights_alone():
@@ -205,3 +230,45 @@ def test_balancing_balances():
         histogram = quantile_histogram(scores, routing.cutoff, bias, jnp.ones(600, bool))
         bias = quantile_bias_from_histogram(histogram, bias, 2)
     assert loads[0] > 280 and loads[-1] < 1.05 * 150
+
+
+# ---- at scale --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("k, E", [(16, 896), (1, 2), (4, 16), (895, 896), (8, 8)])
+def test_the_balanced_load_is_exact(k, E):
+    """Against Python's integers, without any of 64 bits."""
+    near = [2**31 // k, 2**27, 2**31 - 1, 2**31 - E, 10**9 + 7]
+    tokens = sorted({n + d for n in (1, E, *near) for d in (-1, 0, 1, 1024) if 0 <= n + d < 2**31})
+    with jax.enable_x64(False):
+        found = jax.jit(jax.vmap(lambda n: _balanced_load(n, k, E)))(jnp.asarray(tokens, jnp.int32))
+        assert found.dtype == jnp.int32
+    assert found.tolist() == [-(-n * k // E) for n in tokens]
+
+
+@pytest.mark.parametrize("tokens", [2**20, 2**27, 2**27 + 1024, 2**31 - 2])
+def test_a_step_of_very_many_tokens(tokens):
+    """Half of the experts have all of theirs in bin 400 and half in bin 600: their biases are 0.4 apart."""
+    E, k = 896, 16
+    histogram = np.zeros((E, BINS), np.int32)
+    histogram[: E // 2, 400] = histogram[E // 2 :, 600] = tokens
+    with jax.enable_x64(False):
+        bias = jax.jit(partial(quantile_bias_from_histogram, k=k))(jnp.asarray(histogram), jnp.zeros(E, jnp.float32))
+    np.testing.assert_allclose(bias, np.repeat([-0.2, 0.2], E // 2), rtol=0, atol=1e-6)
+
+
+def test_histograms_of_devices_and_micro_batches_add_up_to_very_many_tokens():
+    parts = np.random.default_rng(8).multinomial(2**27 - 1, np.ones(50) / 50, size=(16, 6)).astype(np.int32)
+    histograms = np.zeros((16, 6, BINS), np.int32)
+    histograms[..., 300:350] = parts  # 16 parts of 6 experts
+    with jax.enable_x64(False):
+        total = jax.jit(lambda x: jax.lax.scan(lambda total, part: (total + part, None), x[0], x[1:])[0])(histograms)
+        bias = quantile_bias_from_histogram(total, jnp.zeros(6, jnp.float32), 4)
+    whole = histograms.astype(object).sum(axis=0)
+    assert np.array_equal(total, whole) and whole.sum(axis=1).tolist() == [16 * (2**27 - 1)] * 6
+    q, expected = -(-16 * (2**27 - 1) * 4 // 6), []
+    for counts in whole:
+        reached = np.cumsum(counts)
+        place = int(np.argmax(reached >= q))
+        expected.append(-1 + 0.002 * (place + (q - (reached[place] - counts[place])) / counts[place]))
+    np.testing.assert_allclose(bias, np.asarray(expected) - np.mean(expected), rtol=0, atol=1e-6)

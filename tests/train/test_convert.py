@@ -1,5 +1,6 @@
 """Import and export in pieces: the same bytes, however often they were stopped, and nothing that is not whole."""
 
+import dataclasses
 import errno
 import itertools
 import json
@@ -16,15 +17,17 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax.traverse_util import flatten_dict
 
 import k3jax
 from k3jax.hf import load_hf, pieces
 from k3jax.hf.files import INDEX, CheckpointError, open_checkpoint
 from k3jax.hf.load import released_arrays
 from k3jax.hf.shards import JOURNAL, UNFINISHED
+from k3jax.hf.synthesize import synthesize
 from k3jax.lock import LOCK
-from k3jax.nn.model import init_variables
-from k3jax.sharding import model_shardings
+from k3jax.nn.model import init_variables, model_shardings
+from k3jax.train import inspect
 from k3jax.train.checkpoint import Checkpoints, resolve
 from k3jax.train.convert import export_checkpoint, import_checkpoint
 from k3jax.train.loop import restore_weights
@@ -86,6 +89,40 @@ def test_import_and_export_give_every_byte_back(name, experts, tmp_path, small_p
     )
     quantization = lambda config: config.get("text_config", config).get("quantization_config")  # noqa: E731
     assert quantization(released) == quantization(exported)
+
+
+@pytest.mark.parametrize(
+    "changes, lost",
+    [
+        ({"tie_word_embeddings": True}, "lm_head"),
+        ({"num_shared_experts": 0}, "shared_experts"),
+        ({"first_k_dense_replace": 2}, "block_sparse_moe"),
+    ],
+    ids=["tied", "none shared", "no experts"],
+)
+def test_models_with_less_than_released_ones_come_back(tmp_path, tiny, changes, lost):
+    cfg = dataclasses.replace(tiny, **changes)
+    synthesize(cfg, tmp_path / "released")
+    assert k3jax.hf.report(tmp_path / "released").problems == {}
+    assert not any(lost in name for name in open_checkpoint(tmp_path / "released").headers)
+    import_checkpoint(tmp_path / "released", tmp_path / "in")
+    assert inspect.report(tmp_path / "in").problems == {}
+    found, variables, _ = restore_weights(tmp_path / "in")
+    assert found == cfg and ("router" in variables) == cfg.has_experts
+    chex.assert_trees_all_equal(variables, load_hf(tmp_path / "released"))
+    export_checkpoint(tmp_path / "in", tmp_path / "out")
+    assert tensors(tmp_path / "out") == tensors(tmp_path / "released")
+    k3jax.save_hf(tmp_path / "saved", cfg, load_hf(tmp_path / "released", experts="packed"))
+    assert tensors(tmp_path / "saved") == tensors(tmp_path / "released")
+
+
+def test_a_head_of_its_own_is_not_taken_for_a_shared_one(tmp_path, tiny):
+    synthesize(tiny, tmp_path / "released")
+    config = json.loads((tmp_path / "released" / "config.json").read_text())
+    config["tie_word_embeddings"] = config["text_config"]["tie_word_embeddings"] = True
+    (tmp_path / "released" / "config.json").write_text(json.dumps(config))
+    with pytest.raises(CheckpointError, match="1 problem: language_model.lm_head.weight: not a tensor of this model"):
+        import_checkpoint(tmp_path / "released", tmp_path / "in")
 
 
 def test_a_run_of_many_devices_is_exported_as_from_memory(tmp_path, tiny, files):
@@ -323,6 +360,22 @@ def test_a_scale_that_is_nan_is_named(copy_golden, tmp_path, experts):
     with pytest.raises(CheckpointError, match=f"{name}: 1 of its 64 scale codes are 0xFF"):
         import_checkpoint(copy.folder, tmp_path / "out", experts=experts)
     assert os.listdir(tmp_path / "out" / "checkpoints") == ["unfinished"]
+
+
+def test_a_weight_that_is_nan_is_named_and_imported_when_it_is_allowed(copy_golden, tmp_path):
+    copy = copy_golden("kimi_linear_tiny")
+    name = "model.layers.1.self_attn.A_log"
+    copy.edit(name, lambda a: np.where(np.arange(a.size).reshape(a.shape) == 2, np.nan, a).astype(np.float32))
+    message = f"{name}: 1 of its 3 values are NaN or infinite; allow_nonfinite takes what it names as it is"
+    with pytest.raises(CheckpointError, match=message):
+        import_checkpoint(copy.folder, tmp_path / "out")
+    assert os.listdir(tmp_path / "out" / "checkpoints") == ["unfinished"]
+    with pytest.raises(CheckpointError, match=message):
+        import_checkpoint(copy.folder, tmp_path / "two", layers=2)
+    import_checkpoint(copy.folder, tmp_path / "one", layers=1)  # which does not hold it
+    import_checkpoint(copy.folder, tmp_path / "out", allow_nonfinite=["*.1.*.A_log"])  # goes on from what was written
+    found = flatten_dict(restore_weights(tmp_path / "out")[1])
+    assert sum(int(np.isnan(x).sum()) for x in found.values()) == 1
 
 
 @pytest.mark.parametrize("damage", ["missing", "cut short"])

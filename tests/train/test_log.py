@@ -115,6 +115,26 @@ def test_elsewhere_plain_lines_every_so_often(tmp_path, monkeypatch):
     assert steps(tmp_path) == [60, 70, 80, 90, 100]
 
 
+@pytest.mark.parametrize("terminal", [False, True])
+def test_time_left_does_not_count_what_came_before_the_first_step(tmp_path, monkeypatch, terminal):
+    """A minute of compiling, then a second a step."""
+    monkeypatch.setenv("COLUMNS", "100")
+    clock = [100.0]
+    for name in ("k3jax.train.log.time.monotonic", "tqdm.std.time"):
+        monkeypatch.setattr(name, lambda: clock[0])
+    stream = Terminal() if terminal else io.StringIO()
+    with RunLog(tmp_path, total_steps=100, resume_step=50, stream=stream) as log:
+        log.say("compiling")
+        clock[0] += 60
+        log.begin()
+        clock[0] += 1
+        write(log, 51)
+    shown = [line.strip() for line in stream.getvalue().replace("\n", "\r").split("\r")]
+    assert "compiling" in shown
+    (line,) = {line for line in shown if line.startswith("step 51/100")}
+    assert "00:49 left" in line
+
+
 # ---- the plot ----------------------------------------------------------------------------------------------
 
 

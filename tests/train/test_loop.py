@@ -113,6 +113,46 @@ def test_divergence_names_the_step_and_keeps_the_last_good_checkpoint(run, tmp_p
     assert Checkpoints(tmp_path / "bad" / "checkpoints").steps() == [1]
 
 
+def test_a_batch_that_teaches_nothing_is_counted_and_warned_of_once(config, tmp_path, capsys):
+    folder = tmp_path / "text"
+    folder.mkdir()
+    for i in range(512):  # documents that have no second byte fill half of the rows
+        (folder / f"{i:04}.txt").write_text("x")
+    for i in range(4):
+        (folder / f"long {i}.txt").write_text("alpha beta " * 10)
+    data = dataclasses.replace(config.data, paths=(str(folder),), held_out=0.5, batch_size=1)
+    train = dataclasses.replace(config.train, steps=8, eval_windows=64, checkpoint_every=8)
+    short = dataclasses.replace(config, data=data, train=train, out=str(tmp_path / "run"), mesh=MeshConfig())
+    result = loop.train(short)
+    lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    skipped = [line["step"] for line in lines if line.get("skipped")]
+    assert 0 < len(skipped) < 8 and all(line["loss"] == 0 for line in lines if line["step"] in skipped)
+    assert all(line["loss"] > 0 for line in lines if line["step"] not in skipped)
+    assert np.isfinite(result.held_out_loss) and result.eval_bytes > 0
+    shown = capsys.readouterr().err
+    assert shown.count("no token to learn") == 1 and f"step {skipped[0]}: " in shown
+
+
+@pytest.mark.parametrize(
+    "texts, eval_windows, message",
+    [
+        ({}, 64, "data.paths: no token to learn"),
+        ({"alpha.txt": "abc" * 50}, 64, "no held-out token has a predecessor"),  # it is trained on
+        ({"alpha.txt": "abc" * 50, "zoo.txt": "abc" * 50}, 1, "no held-out token .* train.eval_windows=1 takes"),
+    ],
+)
+def test_data_that_cannot_teach_is_refused_before_anything_is_done(config, tmp_path, texts, eval_windows, message):
+    folder = tmp_path / "text"
+    folder.mkdir()
+    for name, text in ({f"{i}.txt": "x" for i in range(99)} | texts).items():
+        (folder / name).write_text(text)
+    data = dataclasses.replace(config.data, paths=(str(folder),), held_out=0.5)
+    train = dataclasses.replace(config.train, eval_windows=eval_windows)
+    with pytest.raises(ValueError, match=message):
+        loop.train(dataclasses.replace(config, data=data, train=train, out=str(tmp_path / "run")))
+    assert not (tmp_path / "run").exists()
+
+
 @pytest.mark.parametrize(
     "change, message",
     [

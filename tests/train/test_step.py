@@ -4,6 +4,7 @@ import dataclasses
 from functools import cache
 from pathlib import Path
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -101,6 +102,22 @@ def test_by_hand(monkeypatch, accum, balancing):
         expected = quantile_bias_from_histogram(stats["moe"].histogram[0], jnp.asarray(bias[0]), K)[None]
         assert np.abs(expected - bias).max() > 0.01
     np.testing.assert_allclose(new.router["moe"]["e_score_correction_bias"], expected, rtol=1e-12, atol=1e-15)
+
+
+@pytest.mark.parametrize("accum", [1, 2])
+def test_a_batch_without_a_learnt_token_changes_nothing(monkeypatch, accum):
+    monkeypatch.setattr(training, "batch_loss", linear_loss)
+    train = dataclasses.replace(TRAIN, grad_accum=accum, weight_decay=0.1)
+    step, batch = make_train_step(RunConfig(MODEL, train=train), None), hand_batch()
+    before, _ = step(hand_state(train), batch)
+    kept = jax.device_get(before)
+    after, metrics = step(before, batch | {"weights": jnp.zeros_like(batch["weights"])})
+    assert float(metrics["loss"]) == 0 and float(metrics["grad_norm"]) == 0 and int(metrics["tokens"]) == 0
+    assert int(after.step) == int(kept.step) + 1
+    chex.assert_trees_all_equal(jax.device_get(after).replace(step=kept.step), kept)
+    later, _ = step(after, batch)  # and the next batch teaches as it would have
+    straight, _ = step(step(hand_state(train), batch)[0], batch)
+    chex.assert_trees_all_equal(later.replace(step=straight.step), straight)
 
 
 def test_the_state_is_donated(monkeypatch):
@@ -223,3 +240,20 @@ def test_only_images_change_what_they_pass_through(monkeypatch, images):
     assert float(new.params["w_proj"]) != 4
     kept = [float(new.params["vision_tower"]["wo"]) == 3, float(new.params["mm_projector"]["proj_0"]) == 2]
     assert kept == [not images] * 2
+
+
+def test_a_model_of_dense_layers_with_one_embedding_trains():
+    """No router, no experts and no head: as a prefix of a model has it, or a small one."""
+    parts = {"num_hidden_layers": 1, "kda_layers": (), "full_attn_layers": (1,)}
+    cfg = dataclasses.replace(MODEL, first_k_dense_replace=1, tie_word_embeddings=True, **parts)
+    config = RunConfig(cfg, train=dataclasses.replace(TRAIN, qat=True, capacity_drop=True, weight_decay=0.1))
+    config.validate()
+    mesh = k3jax.make_mesh()
+    with jax.set_mesh(mesh):
+        state, shardings = training.init_state(config, mesh)
+        assert state.router == {} and "lm_head" not in state.params
+        before = jax.device_get(state.params["embed_tokens"])
+        new, metrics = make_train_step(config, shardings)(state, packed_batch())
+    assert float(metrics["expert_load"]) == 1 and int(metrics["dropped"]) == 0 and new.router == {}
+    changed = np.any(np.asarray(new.params["embed_tokens"]) != before, axis=1)
+    assert changed.all()  # as the head's rows are, with tokens that are not in the batch
