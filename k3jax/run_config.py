@@ -196,6 +196,10 @@ class RunConfig:
     def __post_init__(self):
         expand_paths(self)
 
+    def settings(self) -> dict[str, Any]:
+        """Every setting by its dotted key, but for what is each process' own."""
+        return {key: _get(self, key) for key in _keys(self) if key != "processes.index"}
+
     def on(self, devices: int) -> RunConfig:
         """This run on so many devices, as `MeshConfig.on`."""
         return dataclasses.replace(self, mesh=self.mesh.on(devices))

@@ -4,6 +4,9 @@ import gc
 import json
 import os
 import shutil
+import subprocess
+import sys
+import time
 from pathlib import Path
 
 os.environ["JAX_PLATFORMS"] = "cpu"
@@ -64,6 +67,30 @@ def tiny():
     )
 
 
+@pytest.fixture(scope="session")
+def refusal():
+    """Runs a command that must fail by itself, in a process: what it says, in one line, soon after which it has ended."""
+
+    def run(*argv, code=2, seconds=5, cwd=None, **env):
+        command = [sys.executable, "-m", "k3jax", *map(str, argv)]
+        env = os.environ | {"PYTHONPATH": str(ROOT), "XLA_FLAGS": "", "JAX_PLATFORMS": "cpu"} | env
+        pipes = {"stdin": subprocess.DEVNULL, "stdout": subprocess.DEVNULL, "stderr": subprocess.PIPE}
+        process = subprocess.Popen(command, cwd=cwd, env=env, text=True, **pipes)
+        try:
+            line = process.stderr.readline()
+            told = time.monotonic()
+            rest = process.communicate(timeout=60)[1]
+        finally:
+            process.kill()
+        assert line.startswith("error: ") and rest == "", line + rest
+        assert process.returncode == code
+        assert time.monotonic() - told <= seconds
+        return line.removeprefix("error: ").rstrip("\n")
+
+    return run
+
+
+ROOT = Path(__file__).parents[1]
 DATA = Path(__file__).parent / "data"
 INDEX = "model.safetensors.index.json"
 

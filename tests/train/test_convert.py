@@ -25,6 +25,7 @@ from k3jax.hf.files import INDEX, CheckpointError, open_checkpoint
 from k3jax.hf.load import released_arrays
 from k3jax.hf.shards import JOURNAL, UNFINISHED
 from k3jax.hf.synthesize import synthesize
+from k3jax.lock import LOCK
 from k3jax.nn.model import init_variables, model_shardings
 from k3jax.train import inspect
 from k3jax.train.checkpoint import Checkpoints, resolve
@@ -236,7 +237,7 @@ def test_killed_and_gone_on(tmp_path, small_pieces, files, monkeypatch):
     assert kept.issuperset(whole)  # they were not written again
 
     killed("export_checkpoint", tmp_path / "import", tmp_path / "export 2", 700)
-    assert {path.suffix for path in (tmp_path / "export 2").iterdir()} == {UNFINISHED}
+    assert {path.suffix for path in (tmp_path / "export 2").iterdir() if path.name != LOCK} == {UNFINISHED}
     done = (tmp_path / "export 2" / JOURNAL).read_text().count("\n") - 1
     assert done > 5
     with pytest.raises(ValueError, match="config.json|no such"):
@@ -382,7 +383,7 @@ def test_a_damaged_import_is_not_taken_for_zeros(tmp_path, small_pieces, damage)
     import_checkpoint(DATA / "kimi_linear_tiny", tmp_path / "in")
     piece = tmp_path / "in" / "checkpoints" / "0" / "state" / "params.embed_tokens" / "c" / "1" / "0"
     piece.unlink() if damage == "missing" else piece.write_bytes(piece.read_bytes()[:-1])
-    with pytest.raises(ValueError, match=rf"{piece}: missing" if damage == "missing" else "/0: cannot be read"):
+    with pytest.raises(ValueError, match=rf"{piece}: {damage}"):
         restore_weights(tmp_path / "in")
     with pytest.raises(ValueError, match="'params.embed_tokens' cannot be read"):
         export_checkpoint(tmp_path / "in", tmp_path / "out")
