@@ -11,7 +11,15 @@ from k3jax.text.library import LibraryTokenizer
 from k3jax.text.ranks import RankTokenizer
 from k3jax.text.train import train_tokenizer
 
-__all__ = ["ByteTokenizer", "Stream", "Tokenizer", "copy_tokenizer", "load_tokenizer", "tokenizer_files", "train_tokenizer"]
+__all__ = [
+    "ByteTokenizer",
+    "Stream",
+    "Tokenizer",
+    "copy_tokenizer",
+    "load_tokenizer",
+    "tokenizer_files",
+    "train_tokenizer",
+]
 
 
 def load_tokenizer(folder: str | Path, vocab_size: int | None = None) -> Tokenizer:
@@ -37,8 +45,8 @@ def load_tokenizer(folder: str | Path, vocab_size: int | None = None) -> Tokeniz
         tokenizer = ByteTokenizer()
     else:
         raise ValueError(
-            f"{folder}: found neither {RANKS} nor {LIBRARY}, must hold one: the model has vocab_size={vocab_size}, and only "
-            f"{ByteTokenizer.vocab_size} can be bytes"
+            f"{folder}: found neither {RANKS} nor {LIBRARY}, must hold one: the model has vocab_size={vocab_size}, and "
+            f"only {ByteTokenizer.vocab_size} can be bytes"
         )
     if vocab_size is not None and tokenizer.vocab_size > vocab_size:
         raise ValueError(

@@ -33,7 +33,10 @@ def tokenizer_files(folder: str | Path) -> list[Path]:
 
 
 def copy_tokenizer(source: str | Path, destination: str | Path) -> list[Path]:
-    """Copies the tokenizer's files byte for byte into a folder, which is made; those that were there go. Returns the copies."""
+    """Copies the tokenizer's files byte for byte into a folder, which is made, and returns the copies.
+
+    Files of another tokenizer that were there go.
+    """
     source, destination = Path(source), Path(destination)
     if source.resolve() == destination.resolve():
         return tokenizer_files(destination)

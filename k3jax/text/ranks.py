@@ -72,7 +72,10 @@ class RankTokenizer(TableTokenizer):
         except ValueError as error:
             raise ValueError(f"{path}: {error}") from None
         self._core = tiktoken.Encoding(
-            path.name, pat_str=SPLIT, mergeable_ranks={token: id for id, token in enumerate(ranks)}, special_tokens=markers
+            path.name,
+            pat_str=SPLIT,
+            mergeable_ranks={token: id for id, token in enumerate(ranks)},
+            special_tokens=markers,
         )
         names = json.dumps(sorted(markers.items()))
         self.identity = hashlib.sha256(b"\n".join((self.kind.encode(), content, names.encode()))).hexdigest()
@@ -105,7 +108,9 @@ def _read_ranks(path: Path, content: bytes) -> list[bytes]:
         except ValueError:  # binascii's is one
             rank = -1
         if rank < 0:
-            raise ValueError(f"{path}:{number}: found {line[:60].decode(errors='replace')!r}, must be a token in base64 and its rank")
+            raise ValueError(
+                f"{path}:{number}: found {line[:60].decode(errors='replace')!r}, must be a token in base64 and its rank"
+            )
         if rank in ranks or token in seen:
             first = f"rank {rank}" if rank in ranks else f"token {token!r:.40}"
             raise ValueError(f"{path}:{number}: {first} was there before, must be another one on every line")
@@ -113,7 +118,9 @@ def _read_ranks(path: Path, content: bytes) -> list[bytes]:
         seen.add(token)
     missing = next((rank for rank in range(len(ranks)) if rank not in ranks), None)
     if missing is not None:
-        raise ValueError(f"{path}: no token has rank {missing}, but {len(ranks)} tokens have ranks 0 to {len(ranks) - 1}")
+        raise ValueError(
+            f"{path}: no token has rank {missing}, but {len(ranks)} tokens have ranks 0 to {len(ranks) - 1}"
+        )
     return [ranks[rank] for rank in range(len(ranks))]
 
 
@@ -129,12 +136,14 @@ def _markers(path: Path, first: int) -> dict[str, int]:
         except (AttributeError, KeyError, TypeError, ValueError):
             strings = False
         if not strings:
-            raise ValueError(f'{path}: added_tokens_decoder must have entries such as "{first}": {{"content": "[BOS]"}}')
+            raise ValueError(
+                f'{path}: added_tokens_decoder must have entries such as "{first}": {{"content": "[BOS]"}}'
+            )
         outside = [id for id in ids if not first <= id < first + MARKERS]
         if outside:
             raise ValueError(
-                f"{path}: added_tokens_decoder has id {outside[0]}, must be {first} to {first + MARKERS - 1}, behind the "
-                f"{first} ranks of {RANKS}"
+                f"{path}: added_tokens_decoder has id {outside[0]}, must be {first} to {first + MARKERS - 1}, behind "
+                f"the {first} ranks of {RANKS}"
             )
     by_name: dict[str, int] = {}
     for id in range(first, first + MARKERS):
@@ -146,7 +155,7 @@ def _markers(path: Path, first: int) -> dict[str, int]:
 
 
 def write_ranks(folder: str | Path, tokens: list[bytes]) -> None:
-    """Writes tiktoken.model for `tokens` in the order of their ranks, and a tokenizer_config.json with the released markers.
+    """Writes tiktoken.model for `tokens` in the order of their ranks, and the released markers' names.
 
     <|end_of_msg|> ends generation.
     """
