@@ -170,14 +170,14 @@ class Parser:
             self._begin({"role": "assistant", **attributes})
             return
         if self._message is None:
-            self._fault(f"tag {name} outside of a message")
+            self._fault(f"tag {name:.60} outside of a message")
             self._begin({"role": "assistant"})
         if (
             name not in (*_TEXTS, "tools", "call", "argument", "json")
             or self._message["role"] != "assistant"
             or self._ended
         ):
-            self._fault(f"tag {name} where none can be")
+            self._fault(f"tag {name:.60} where none can be")
         elif name in ("argument", "json"):
             if self._open != ["tools", "call"] or self._form and (self._form, name) != ("argument", "argument"):
                 self._fault(f"tag {name} where none can be")
