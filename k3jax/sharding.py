@@ -73,6 +73,14 @@ def ways(name: str, mesh) -> int:
     return 1 if mesh is None else pieces(name, mesh.shape)
 
 
+def filled(x: Array, sizes: Sequence[int], value=0) -> Array:
+    """x with `value` behind what is there, so that its leading axes have at least `sizes`."""
+    more = [max(size - found, 0) for size, found in zip(sizes, x.shape)]
+    if not any(more):
+        return x
+    return jnp.pad(x, [(0, n) for n in more] + [(0, 0)] * (x.ndim - len(more)), constant_values=value)
+
+
 def along(name: str, T: int) -> str | None:
     """`name` for an axis of T tokens; None for a single one, which all devices that hold its row decode."""
     return name if T > 1 else None
@@ -99,6 +107,8 @@ def mesh_axes(name: str | None) -> tuple[str, ...]:
 def on_shards(fn: Callable, in_axes: Sequence[Logical], out_axes: Sequence[Logical]) -> Callable:
     """`fn` run by every device on its own block of each argument, whose leading axes are named; `fn` itself on one device.
 
+    The result raises ValueError, as `spec` does, for an argument whose sizes do not divide.
+
     Example:
         >>> on_shards(kda, [("batch", None, "heads")] * 5, [("batch", None, "heads"), ("batch", "heads")])
     """
@@ -107,7 +117,15 @@ def on_shards(fn: Callable, in_axes: Sequence[Logical], out_axes: Sequence[Logic
         return fn
     to_specs = lambda axes: tuple(P(*(mesh_axes(name) or None for name in logical)) for logical in axes)  # noqa: E731
     # Results that are equal on several devices are so by construction; the check would not see it through collectives.
-    return jax.shard_map(fn, mesh=mesh, in_specs=to_specs(in_axes), out_specs=to_specs(out_axes), check_vma=False)
+    run = jax.shard_map(fn, mesh=mesh, in_specs=to_specs(in_axes), out_specs=to_specs(out_axes), check_vma=False)
+
+    def checked(*args):
+        for logical, x in zip(in_axes, args, strict=True):
+            if x is not None:
+                spec((*logical, *[None] * (x.ndim - len(logical))), x.shape, mesh)
+        return run(*args)
+
+    return checked
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(1, 2))

@@ -94,7 +94,8 @@ def project(x: Array, w: Array, dtype=None) -> Array:
 
 
 def embed(table: Array, tokens: Array) -> Array:
-    """The rows of table [V,D] that tokens [B,T] name: [B,T,D], split as what flows between sublayers is.
+    """The rows of table [V,D] that tokens [B,T] name: [B,T,D], split as what flows between sublayers is. A token outside
+    0..V-1 has zeros.
 
     Tokens and vectors move and the table does not: a device looks its own rows and columns up for all that it shares the
     table with. Of the sum over parts of the vocabulary one term is not zero.
@@ -107,7 +108,7 @@ def embed(table: Array, tokens: Array) -> Array:
             tokens = lax.all_gather(tokens, columns, axis=0, tiled=True)
         if rows:
             tokens = tokens - lax.axis_index(rows) * table.shape[0]
-            tokens = jnp.where(tokens < 0, table.shape[0], tokens)
+        tokens = jnp.where(tokens < 0, table.shape[0], tokens)  # else it would count from the end
         x = jnp.take(table, tokens, axis=0, mode="fill", fill_value=0)
         if columns:
             x = lax.all_to_all(x, columns, 0, 2, tiled=True)

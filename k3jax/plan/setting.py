@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
@@ -59,6 +60,10 @@ class Serve:
         """That a step yields or reads."""
         return self.batch * self.new
 
+    def rows(self, mesh: Mapping[str, int]) -> int:
+        """On a device: where the mesh does not split them evenly, the model fills up with empty ones."""
+        return -(-self.batch // pieces("batch", mesh))
+
 
 Workload = Train | Serve
 
@@ -88,15 +93,14 @@ def check(config: ModelConfig, workload: Workload, strategy: Strategy) -> None:
     mesh = strategy.mesh
     if isinstance(workload, Train):
         data = DataConfig(seq_len=workload.sequence, batch_size=workload.batch)
-        train = TrainConfig(qat=workload.qat, remat=workload.remat, grad_accum=workload.grad_accum)
+        options = {"qat": workload.qat, "remat": workload.remat, "grad_accum": workload.grad_accum}
+        train = TrainConfig(**options, quantile_balancing=False)  # which a plan says nothing of
         RunConfig(model=config, data=data, train=train, mesh=mesh).validate()
         return
     # A prompt of one token a device stands in for any: the rest must fit as in training.
-    rows = pieces("batch", vars(mesh))
-    data = DataConfig(seq_len=max(4 * mesh.context, 1) * mesh.tensor, batch_size=rows)
-    RunConfig(model=config, data=data, train=TrainConfig(qat=workload.experts == "packed"), mesh=mesh).validate()
-    if workload.batch % rows:
-        raise ValueError(f"batch={workload.batch}: must be a multiple of mesh.data*mesh.fsdp*mesh.expert={rows}")
+    data = DataConfig(seq_len=max(4 * mesh.context, 1) * mesh.tensor, batch_size=pieces("batch", vars(mesh)))
+    train = TrainConfig(qat=workload.experts == "packed", quantile_balancing=False)
+    RunConfig(model=config, data=data, train=train, mesh=mesh).validate()
     seq = pieces("seq", vars(mesh))
     if workload.new > 1 and workload.new % seq:
         raise ValueError(f"piece={workload.new}: must be a multiple of mesh.context*mesh.tensor={seq}")

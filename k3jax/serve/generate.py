@@ -17,6 +17,7 @@ from k3jax.config import ModelConfig
 from k3jax.hf import load_hf
 from k3jax.nn.model import K3
 from k3jax.runtime import compiler_options
+from k3jax.serve import sampling
 from k3jax.serve.sampler import sample
 from k3jax.text import ByteTokenizer
 from k3jax.tokens import check_tokens
@@ -74,6 +75,10 @@ def generate_tokens(
 
     `images` are those of the prompt's placeholders, in their order.
 
+    Raises:
+        ValueError: no prompt, a token outside the vocabulary, a setting of the sampler out of its range, images that do
+            not fit, or logits that are no numbers.
+
     Example:
         >>> list(generate_tokens(model, variables, ByteTokenizer.encode("def "), 5, temperature=0.0))
         [115, 101, 108, 102, 44]
@@ -82,21 +87,29 @@ def generate_tokens(
     if prompt.size == 0:
         raise ValueError("prompt: found no tokens, must hold at least one")
     check_tokens(prompt, cfg.vocab_size)
+    sampling.check(temperature, top_k, top_p)
     packed = None
     if cfg.vision:
         prompt = widen(cfg.vision, prompt[None], [image.grid for image in images])[0][0]
         packed = pack(cfg.vision, [images]) if images else None
     elif images:
         raise ValueError(f"images: found {len(images)}, must be none: this model has no vision")
+    if prompt.size + max_tokens > cfg.max_position_embeddings:
+        raise ValueError(
+            f"max_tokens={max_tokens}: found {prompt.size} tokens in the prompt, must be at most "
+            f"max_position_embeddings={cfg.max_position_embeddings} together"
+        )
     pad = bucket(prompt.size, PROMPT_UNIT) - prompt.size
-    tokens = jnp.asarray(np.pad(prompt, (pad, 0)), jnp.int32)[None]
+    tokens = jnp.asarray(np.pad(prompt.astype(np.int32), (pad, 0), constant_values=-1))[None]
     mask = jnp.asarray(np.arange(tokens.shape[1]) >= pad, jnp.int32)[None]
 
     advance = make_advance(model, temperature, top_k, top_p)
     cache = init_cache(cfg, 1, tokens.shape[1] + max_tokens, model.dtype)
     one = jnp.ones((1, 1), jnp.int32)
-    for key in jax.random.split(jax.random.key(seed), max_tokens):
+    for n, key in enumerate(jax.random.split(jax.random.key(seed), max_tokens)):
         token, cache = advance(variables, tokens, mask, cache, key, packed)
+        if int(token[0]) < 0:
+            raise ValueError(f"logits: found NaN or infinite ones for token {n}: the weights hold such values, or overflow")
         if int(token[0]) == cfg.eos_token_id:
             return
         yield int(token[0])
@@ -119,6 +132,7 @@ def generate_text(
 
     `images`: what `k3jax.vision.preprocess` takes; each stands where the prompt says `<image>`, or all before it.
     """
+    sampling.check(temperature, top_k, top_p)
     model, variables = load_model(checkpoint, experts, mxfp8_inputs)
     if model.cfg.vocab_size != ByteTokenizer.vocab_size:
         raise ValueError(

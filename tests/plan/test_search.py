@@ -116,7 +116,6 @@ def test_more_of_everything_takes_more():
         ),
         (Train(batch=0), {}, "batch=0: must be at least 1"),
         (Train(), {"tensor": 64}, "num_attention_heads=96: must be a multiple of mesh.tensor=64"),
-        (Serve(batch=3), {"expert": 2}, "batch=3: must be a multiple of mesh.data*mesh.fsdp*mesh.expert=2"),
         (Serve("prefill", piece=24), {"context": 16}, "piece=24: must be a multiple of mesh.context*mesh.tensor=16"),
         (Serve(batch=256), {"expert": 256}, "num_experts=896: must be a multiple of mesh.expert*mesh.tensor=256"),
     ],
@@ -125,6 +124,17 @@ def test_what_does_not_divide_is_refused(workload, mesh, says):
     with pytest.raises(ValueError) as error:
         analytic.predict(KIMI_K3, workload, Strategy(MeshConfig(**mesh)), V5P)
     assert says in str(error.value) and "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("phase, batch, full", [("decode", 1, 8), ("decode", 9, 16), ("prefill", 5, 8)])
+def test_rows_that_the_mesh_does_not_divide_are_filled_up(phase, batch, full):
+    """It holds, computes and sends what the next number of rows does; what it yields is what was asked for."""
+    strategy = Strategy(MeshConfig(data=2, expert=4))
+    some, all_ = (analytic.predict(KIMI_K3, Serve(phase, rows, 4096), strategy, V5P) for rows in (batch, full))
+    assert some.arguments == all_.arguments and some.temporaries == all_.temporaries
+    assert some.compute_seconds == all_.compute_seconds and some.communication == all_.communication
+    assert some.tokens_per_second * some.step_seconds == pytest.approx(all_.tokens_per_second * all_.step_seconds * batch / full)
+    assert some.memory_seconds <= all_.memory_seconds  # empty rows choose no experts
 
 
 def test_what_does_not_fit_says_by_how_much_and_where():
