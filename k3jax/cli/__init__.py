@@ -23,9 +23,10 @@ from k3jax.cli.bench import Bench, BenchStep, BenchStrategies
 from k3jax.cli.convert import Convert, Inspect
 from k3jax.cli.options import at_least, check, tidied
 from k3jax.cli.plan import Plan
+from k3jax.config import shown
 from k3jax.paths import check_kind
 from k3jax.runtime import show_what_can_be_shown
-from k3jax.values import FLAGS, AnyText, PathText, Seed, shown
+from k3jax.values import FLAGS, AnyText, PathText, Seed
 
 
 @dataclass(frozen=True)
@@ -122,7 +123,6 @@ Command = (
     | Annotated[Inspect, subcommand("inspect")]
 )
 _NAMES = ("train", "generate", "convert", "plan", "bench", "inspect")
-_OFTEN = ("image", "allow-nonfinite")  # the options that may be given more than once
 _PROG = "python -m k3jax"
 
 
@@ -160,7 +160,7 @@ def _parse(argv: list[str]):
         close = difflib.get_close_matches(argv[0], _NAMES, n=1)
         hint = f"did you mean {close[0]}?" if close else f"must be one of {', '.join(_NAMES)}"
         raise ValueError(f"{shown(argv[0])}: no such command; {hint}")
-    argv = tidied(argv, Command, _OFTEN)
+    argv = tidied(argv, Command)
     complaint = io.StringIO()
     try:
         with contextlib.redirect_stderr(complaint):

@@ -196,3 +196,11 @@ def test_logits_that_are_no_numbers_give_no_token(model):
     broken = variables | {"params": variables["params"] | {"norm": jnp.full_like(variables["params"]["norm"], nan)}}
     with pytest.raises(ValueError, match="logits: found NaN or infinite ones for token 0"):
         next(generate_tokens(net, broken, np.array([97]), 4))
+
+
+def test_no_more_tokens_than_the_model_has_positions(model):
+    k3, variables = model
+    short = k3.clone(cfg=dataclasses.replace(k3.cfg, max_position_embeddings=40))
+    says = "max_tokens=36: found 5 tokens in the prompt, must be at most max_position_embeddings=40 together"
+    with pytest.raises(ValueError, match=says):
+        next(generate_tokens(short, variables, np.arange(5), 36))
