@@ -81,8 +81,8 @@ class VisionConfig:
         for name in (field.name for field in dataclasses.fields(self)):
             value = getattr(self, name)
             values = value if isinstance(value, tuple) else (value,)
-            if name != "media_placeholder_token_id" and not 0 < min(values) <= max(values) < 2**31:
-                raise ValueError(f"vision_config.{name}: found {value}, must be positive and below 2^31")
+            if name != "media_placeholder_token_id" and min(values) <= 0:
+                raise ValueError(f"vision_config.{name}: found {value}, must be positive")
         if self.qkv_hidden_size % (4 * self.vt_num_attention_heads):
             raise ValueError(
                 f"vision_config.qkv_hidden_size: found {self.qkv_hidden_size}, must be a multiple of "

@@ -19,6 +19,7 @@ from hypothesis import strategies as st
 
 import k3jax.bench
 import k3jax.hf
+import k3jax.serve.sampling
 import k3jax.train
 from k3jax import cli, run_config, runtime
 from k3jax.cli.bench import BenchKda
