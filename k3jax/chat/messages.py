@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from itertools import groupby
 from typing import Any
 
+from k3jax import strict_json
 from k3jax.text.base import to_bytes
 
 Message = dict[str, Any]
@@ -69,8 +70,8 @@ def arguments(call: dict) -> dict | str | None:
         return {}
     if isinstance(found, str):
         try:
-            found = json.loads(found)
-        except (ValueError, RecursionError):
+            found = strict_json.loads(found)
+        except ValueError:
             return found
     return found if isinstance(found, dict) else None
 
@@ -226,7 +227,7 @@ def _check_call(key: str, call, raw: bool) -> None:
 
 def _check_json(key: str, value) -> None:
     try:
-        _check_text(key, json.dumps(value, ensure_ascii=False))
+        _check_text(key, json.dumps(value, ensure_ascii=False, allow_nan=False))
     except (TypeError, ValueError, RecursionError) as error:
         if isinstance(error, _Wrong):
             raise

@@ -6,6 +6,7 @@ import json
 import re
 from typing import NamedTuple
 
+from k3jax import strict_json
 from k3jax.chat.encode import CLOSE, END, MEDIA_BEGIN, MEDIA_CONTENT, MEDIA_END, MEDIA_PAD, OPEN, SEP
 from k3jax.chat.messages import Message, parts
 from k3jax.text.base import Tokenizer
@@ -299,6 +300,6 @@ def _quoted(text: str) -> str:
 def _loads(text: str):
     """Value of JSON text, or NotImplemented, which is of no type that JSON has."""
     try:
-        return json.loads(text)
-    except (ValueError, RecursionError):
+        return strict_json.loads(text)
+    except ValueError:
         return NotImplemented

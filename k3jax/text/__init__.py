@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from k3jax.paths import expand
 from k3jax.text.base import Stream, Tokenizer
 from k3jax.text.bytes import ByteTokenizer
 from k3jax.text.files import LIBRARY, RANKS, copy_tokenizer, read_stop_ids, tokenizer_files
@@ -36,7 +37,7 @@ def load_tokenizer(folder: str | Path, vocab_size: int | None = None) -> Tokeniz
         >>> load_tokenizer("/data/kimi-k3", 163840).kind
         'tiktoken'
     """
-    folder = Path(folder)
+    folder = Path(expand(folder))
     if (folder / RANKS).is_file():
         tokenizer = RankTokenizer(folder)
     elif (folder / LIBRARY).is_file():

@@ -8,6 +8,7 @@ from pathlib import Path
 import tokenizers
 from tokenizers import models, pre_tokenizers, trainers
 
+from k3jax.paths import expand
 from k3jax.text.library import byte_characters
 from k3jax.text.ranks import MARKERS, SPLIT, write_ranks
 
@@ -38,5 +39,6 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int, folder: str | Path) -
     core.train_from_iterator(texts, trainer)
     characters = byte_characters()
     in_order = sorted(core.get_vocab().items(), key=lambda item: item[1])
-    Path(folder).mkdir(parents=True, exist_ok=True)
+    folder = Path(expand(folder))
+    folder.mkdir(parents=True, exist_ok=True)
     write_ranks(folder, [bytes([characters[character] for character in token]) for token, _ in in_order])

@@ -127,6 +127,14 @@ def test_good_conversations(conversations):
             "message 1: tool_calls: entry 1: arguments of f: found {3: 1}, must be a JSON object or its text",
         ),
         (
+            [calling(name="f", arguments='{"k": NaN}')],
+            "message 1: tool_calls: entry 1: arguments of f: found '{\"k\": NaN}', must be a JSON object or its text",
+        ),
+        (
+            [calling(name="f", arguments={"k": float("inf")})],
+            "message 1: tool_calls: entry 1: arguments of f: found {'k': inf}, must be JSON .*",
+        ),
+        (
             [calling(name="f", arguments={"k": {1, 2}})],
             "message 1: tool_calls: entry 1: arguments of f: found {'k': {1, 2}}, must be JSON "
             "(Object of type set is not JSON serializable)",

@@ -14,7 +14,7 @@ from k3jax.config import VisionConfig
 from k3jax.nn.model import init_variables
 from k3jax.serve.generate import generate_text, generate_tokens
 from k3jax.serve.sampler import sample
-from k3jax.train.data import ByteTokenizer
+from k3jax.text import ByteTokenizer
 from k3jax.train.pairs import encode_pair
 from k3jax.vision import prepare, preprocess
 

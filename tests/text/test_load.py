@@ -80,6 +80,7 @@ def test_stop_ids_are_the_union_of_all_files(tmp_path):
 @pytest.mark.parametrize(
     "name, content, wrong",
     [
+        ("config", '{"eos_token_id": 1, "eos_token_id": 2}', r"cannot be read as JSON \(eos_token_id is .* twice\)"),
         ("config", '{"eos_token_id": 1', r"cannot be read as JSON \(.*\)"),
         ("config", {"eos_token_id": "[EOS]"}, r'eos_token_id: found "\[EOS\]", must be an id or a list of ids'),
         ("config", {"text_config": {"eos_token_id": -1}}, r"eos_token_id: found -1, must be an id or a list of ids"),
