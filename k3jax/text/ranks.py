@@ -43,7 +43,7 @@ NAMES = {
 
 # The released code cuts longer texts and longer runs of white space or of anything else; ids depend on it.
 _LONGEST_TEXT, _LONGEST_RUN = 400_000, 25_000  # characters
-_RUN = re.compile(r"\s+|\S+")
+_RUN, _SPACE = re.compile(r"\s+|\S+"), re.compile(r"\s")
 
 
 class RankTokenizer(TableTokenizer):
@@ -90,11 +90,18 @@ def _cut(text: str) -> Iterator[str]:
     """Parts of `text` of at most 400,000 characters whose runs of white space, or without any, have at most 25,000."""
     for first in range(0, len(text), _LONGEST_TEXT):
         part, begin = text[first : first + _LONGEST_TEXT], 0
-        for run in _RUN.finditer(part):
+        for run in _RUN.finditer(part) if _may_have_long_run(part) else ():
             for end in range(run.start() + _LONGEST_RUN, run.end(), _LONGEST_RUN):
                 yield part[begin:end]
                 begin = end
         yield part[begin:]
+
+
+def _may_have_long_run(text: str) -> bool:
+    """A run that is too long fills a whole block of half that length; where none is filled, no run is looked for."""
+    half = _LONGEST_RUN // 2
+    blocks = (text[first : first + half] for first in range(0, len(text) - half + 1, half))
+    return any(block.isspace() or not _SPACE.search(block) for block in blocks)
 
 
 def _read_ranks(path: Path, content: bytes) -> list[bytes]:

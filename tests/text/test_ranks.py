@@ -135,6 +135,14 @@ def test_long_texts_are_cut_as_the_released_code_does(tokenizer, text):
     assert tokenizer.decode(ids) == text
 
 
+def test_runs_are_cut_wherever_they_begin():
+    for before in (0, 1, 12_499, 12_500, 12_501):
+        for run, count in ((25_000, 1), (25_001, 2)):
+            for text in ("a" * before + " " * run + "b", "\n" * before + "é" * run):
+                assert list(_cut(text)) == list(cut_slowly(text))
+            assert len(list(_cut("\n" * before + "é" * run))) == count
+
+
 def test_markers_are_no_text(tokenizer):
     text = "".join(tokenizer.markers)
     ids = tokenizer.encode(text)
