@@ -161,10 +161,3 @@ def tree_shardings(boxed, mesh: Mesh):
         return NamedSharding(mesh, P())
 
     return jax.tree.map(one, boxed, is_leaf=lambda leaf: isinstance(leaf, nn.LogicallyPartitioned))
-
-
-def model_shardings(cfg, mesh: Mesh, experts: str = "dequantized"):
-    """NamedShardings of a model's variables, in a tree like what `load_hf` returns."""
-    from k3jax.nn.model import K3, init_variables
-
-    return tree_shardings(jax.eval_shape(lambda: init_variables(K3(cfg, experts=experts), jax.random.key(0))), mesh)

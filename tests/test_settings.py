@@ -392,3 +392,25 @@ def test_keys_given_twice(refuses, seeing, tmp_path):
     assert "out: given twice, as a and as b" in refuses(None, *train, "out=a", "--out", "b")
     assert "strategy: given twice, as ep and as tp" in refuses(None, *train, "strategy=ep", "strategy=tp")
     assert "fsdp is given twice" in refuses("--mesh fsdp=2,fsdp=4", "plan", "--mesh", "fsdp=2,fsdp=4")
+
+
+def test_home_folders_in_the_library(home, copy_golden):
+    import k3jax.hf.inspect
+    from k3jax.train import convert, inspect
+
+    copy_golden("kimi_linear_tiny")
+    cfg = k3jax.ModelConfig.from_hf("~/kimi_linear_tiny")
+    assert k3jax.hf.inspect.report("~/kimi_linear_tiny").problems == {}
+    k3jax.save_hf("~/saved", cfg, k3jax.load_hf("~/kimi_linear_tiny"))
+    convert.import_checkpoint("~/saved", "~/imported")
+    assert inspect.report("~/imported").problems == {}
+    assert {path.name for path in home.iterdir()} == {"kimi_linear_tiny", "saved", "imported"}
+
+
+def test_an_index_that_is_no_file(copy_golden, pipe):
+    copied = copy_golden("kimi_linear_tiny").folder
+    index = copied / "model.safetensors.index.json"
+    index.unlink()
+    os.mkfifo(index)
+    with pytest.raises(ValueError, match="index.json: is a pipe, must be a regular file"):
+        k3jax.load_hf(copied)

@@ -20,7 +20,7 @@ from k3jax.nn.vision import Projector, VisionTower, place_images
 from k3jax.ops.attnres import attnres_mix, keep_depth, read_depth
 from k3jax.ops.ids import in_range, refuse_unknown
 from k3jax.rules import multiple
-from k3jax.sharding import along, constrain, current_mesh, filled, ways
+from k3jax.sharding import along, constrain, current_mesh, filled, tree_shardings, ways
 from k3jax.vision.batch import Images, enlarged, pack, prepare
 
 
@@ -368,3 +368,8 @@ def init_variables(model: K3, key: Array):
     images = vision and pack(vision, [[]] * len(tokens), room=vision.cell * ways("seq", mesh))
     variables = model.init(key, tokens, pixel_values=images)
     return {name: variables[name] for name in ("params", "router") if name in variables}
+
+
+def model_shardings(cfg: ModelConfig, mesh, experts: str = "dequantized"):
+    """NamedShardings of a model's variables, in a tree like what `load_hf` returns."""
+    return tree_shardings(jax.eval_shape(lambda: init_variables(K3(cfg, experts=experts), jax.random.key(0))), mesh)

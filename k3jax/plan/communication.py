@@ -1,7 +1,7 @@
 """What a step sends: bytes a device by collective and mesh axes, from shapes and the table of logical axes.
 
 A device sends of n bytes of operands, among R devices: all-gather n (R - 1), reduce-scatter n (R - 1) / R, all-reduce
-2 n (R - 1) / R, all-to-all n (R - 1) / R (as `k3jax.bench.hlo.SENT`).
+2 n (R - 1) / R, all-to-all n (R - 1) / R (as `k3jax.plan.hlo.SENT`).
 """
 
 from __future__ import annotations

@@ -16,6 +16,7 @@ from k3jax.cache import Cache, init_cache
 from k3jax.config import ModelConfig
 from k3jax.hf import load_hf
 from k3jax.nn.model import K3
+from k3jax.paths import expand
 from k3jax.runtime import compiler_options
 from k3jax.serve import sampling
 from k3jax.serve.sampler import sample
@@ -37,6 +38,7 @@ def load_model(
     Raises:
         ValueError: neither kind of checkpoint, or one without packed experts asked for `experts="packed"`.
     """
+    checkpoint = expand(checkpoint)
     if (Path(checkpoint) / "config.json").is_file():
         variables = load_hf(checkpoint, experts=experts)
         return K3(ModelConfig.from_hf(checkpoint), experts=experts, mxfp8_inputs=mxfp8_inputs), variables

@@ -10,10 +10,9 @@ import pytest
 
 from k3jax import K3, make_mesh
 from k3jax.nn.layers import Policy
-from k3jax.nn.model import init_variables
+from k3jax.nn.model import init_variables, model_shardings
 from k3jax.nn.moe import LatentMoE
 from k3jax.ops.loss import cross_entropy
-from k3jax.sharding import model_shardings
 
 MESH = {"fsdp": 2, "expert": 2, "tensor": 2}
 B, T = 4, 8

@@ -16,7 +16,8 @@ from k3jax.nn.model import init_variables
 from k3jax.plan import analytic, arrays
 from k3jax.plan.setting import Serve, Strategy, Train
 from k3jax.run_config import DataConfig, MeshConfig, RunConfig, TrainConfig, load_model
-from k3jax.sharding import model_shardings, spec
+from k3jax.nn.model import model_shardings
+from k3jax.sharding import spec
 from k3jax.train import step as training
 
 ROOT = Path(__file__).parents[2]

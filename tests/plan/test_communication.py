@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import pytest
 
 from k3jax import make_mesh
-from k3jax.bench import hlo
+from k3jax.plan import hlo
 from k3jax.plan import communication
 from k3jax.plan.communication import Transfer, seconds
 from k3jax.plan.hardware import HARDWARE

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import pytest
 
 from k3jax import K3, init_cache, make_mesh
-from k3jax.bench import hlo
+from k3jax.plan import hlo
 from k3jax.config import ModelConfig
 from k3jax.nn.model import init_variables
 from k3jax.plan import products

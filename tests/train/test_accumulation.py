@@ -9,7 +9,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import k3jax
-from k3jax.bench.hlo import collectives
+from k3jax.plan.hlo import collectives
 from k3jax.config import VisionConfig
 from k3jax.run_config import RunConfig, TrainConfig
 from k3jax.train import step as training

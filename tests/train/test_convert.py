@@ -25,8 +25,7 @@ from k3jax.hf.files import INDEX, CheckpointError, open_checkpoint
 from k3jax.hf.load import released_arrays
 from k3jax.hf.shards import JOURNAL, UNFINISHED
 from k3jax.hf.synthesize import synthesize
-from k3jax.nn.model import init_variables
-from k3jax.sharding import model_shardings
+from k3jax.nn.model import init_variables, model_shardings
 from k3jax.train import inspect
 from k3jax.train.checkpoint import Checkpoints, resolve
 from k3jax.train.convert import export_checkpoint, import_checkpoint
