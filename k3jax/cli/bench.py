@@ -1,8 +1,9 @@
-"""`python -m k3jax bench convert | kda | moe | step | strategies`."""
+"""`python -m k3jax bench convert | data | kda | moe | step | strategies`."""
 
 from __future__ import annotations
 
 import dataclasses
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -44,6 +45,41 @@ class BenchConvert:
         from k3jax.bench import convert
 
         _hand_over(convert, convert.run(self), self.out)
+
+
+@dataclass(frozen=True)
+class BenchData:
+    """Measure making a tokenised corpus and reading packed rows: rates, memory, and how full the rows are."""
+
+    folder: str = "."
+    """Where to make both; one and a half times their sizes must be free."""
+    mb: float = 100.0
+    """Input of each kind, texts and conversations, in 10^6 bytes; 0 leaves making out."""
+    gib: float = 2.0
+    """Size of the corpus that is read; 0 leaves reading out."""
+    workers: int = 0
+    """Processes that make; 0 for one a core."""
+    seconds: float = 10.0
+    """How long to read."""
+    tokenizer: str | None = None
+    """Folder of a tokenizer's files; one of 16,384 tokens is made without."""
+    out: str | None = None
+    """JSON file to write."""
+
+    def run(self) -> None:
+        folder = Path(self.out or "").parent
+        check(
+            ("folder", self.folder, Path(self.folder).is_dir(), "a folder that exists"),
+            ("mb", self.mb, self.mb >= 0, "0 or more"),
+            ("gib", self.gib, self.gib >= 0, "0 or more"),
+            ("workers", self.workers, self.workers >= 0, "0 or more"),
+            ("seconds", self.seconds, self.seconds > 0, "above 0"),
+            ("out", self.out, folder.is_dir(), f"in a folder that exists, {folder} does not"),
+        )
+        from k3jax.bench import data
+
+        options = dataclasses.replace(self, workers=self.workers or os.cpu_count() or 1)
+        _hand_over(data, data.run(options), self.out)
 
 
 @dataclass(frozen=True)
@@ -219,6 +255,7 @@ class Bench:
 
     subject: (
         Annotated[BenchConvert, subcommand("convert")]
+        | Annotated[BenchData, subcommand("data")]
         | Annotated[BenchKda, subcommand("kda")]
         | Annotated[BenchMoe, subcommand("moe")]
         | Annotated[BenchStep, subcommand("step")]
