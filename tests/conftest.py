@@ -15,6 +15,7 @@ import pytest  # noqa: E402
 from safetensors.numpy import load_file, save_file  # noqa: E402
 
 import k3jax  # noqa: E402
+from k3jax.text import train_tokenizer  # noqa: E402
 
 jax.config.update("jax_num_cpu_devices", 8)
 jax.config.update("jax_enable_x64", True)
@@ -62,6 +63,17 @@ def tiny():
         attn_res_block_size=2,
         quantized_experts=True,
     )
+
+
+@pytest.fixture(scope="session")
+def words(tmp_path_factory):
+    """Folder of a tokenizer of the released kind with 2,560 ids, trained on some sources and some lines of other scripts."""
+    folder = tmp_path_factory.mktemp("words")
+    sources = [Path(json.__file__), Path(shutil.__file__), Path(os.__file__)]
+    scripts = ["Der Käse — naïve Straße, déjà vu. Съешь ещё этих мягких булок. Ελληνικά γράμματα.\n" * 9,
+               "你好，世界！我是学生。漢字とかなとカタカナ。안녕하세요 세계. مرحبا بالعالم שלום עולם नमस्ते दुनिया 🙂👩‍💻\n" * 9]
+    train_tokenizer([*(source.read_text(encoding="utf-8") for source in sources), *scripts], 2560, folder)
+    return folder
 
 
 DATA = Path(__file__).parent / "data"

@@ -18,7 +18,8 @@ from k3jax.hf import load_hf
 from k3jax.nn.model import K3
 from k3jax.runtime import compiler_options
 from k3jax.serve.sampler import sample
-from k3jax.train.data import ByteTokenizer, check_tokens
+from k3jax.text import ByteTokenizer
+from k3jax.tokens import check_tokens
 from k3jax.train.loop import restore_weights
 from k3jax.train.pairs import encode_pair
 from k3jax.vision.batch import bucket, pack, widen

@@ -18,6 +18,8 @@ from typing import Any
 
 import numpy as np
 
+from k3jax.text.bytes import ByteTokenizer
+
 log = logging.getLogger(__name__)
 
 Batch = dict[str, Any]  # of arrays
@@ -25,43 +27,6 @@ Batch = dict[str, Any]  # of arrays
 # Folders of the standard library that hold other packages, tests full of deliberately odd text, or a
 # generated file of help texts so long (7 % of all bytes) that the split would hang on its side.
 _NOT_LIBRARY = {"site-packages", "dist-packages", "test", "tests", "idle_test", "pydoc_data"}
-
-
-class ByteTokenizer:
-    """Token id = byte of the UTF-8 text; `decode` shows bytes that are no UTF-8 as U+FFFD.
-
-    >>> ByteTokenizer.decode(ByteTokenizer.encode("def f():"))
-    'def f():'
-    """
-
-    vocab_size = 256
-
-    @staticmethod
-    def encode(text: str) -> np.ndarray:
-        """Ids [T], int32. Command line bytes that are no UTF-8 (surrogates in `text`) stay those bytes."""
-        return np.frombuffer(text.encode("utf-8", "surrogateescape"), np.uint8).astype(np.int32)
-
-    @staticmethod
-    def decode(ids) -> str:
-        """Text of ids [T] in 0..255; raises ValueError for any other id."""
-        ids = np.asarray(ids)
-        check_tokens(ids, ByteTokenizer.vocab_size)
-        return ids.astype(np.uint8).tobytes().decode("utf-8", "replace")
-
-
-def check_tokens(tokens, vocab_size: int) -> None:
-    """Raises ValueError naming the first id of `tokens` (integers, any shape) that is not in 0..vocab_size-1.
-
-    >>> check_tokens([[1, 300]], 256)
-    Traceback (most recent call last):
-    ValueError: token id 300 at position [0, 1] is outside the vocabulary of 256: ids run from 0 to 255
-    """
-    tokens = np.asarray(tokens)
-    outside = np.argwhere((tokens < 0) | (tokens >= vocab_size))
-    if len(outside):
-        where = outside[0].tolist()
-        raise ValueError(f"token id {tokens[tuple(where)]} at position {where} is outside the vocabulary of "
-                         f"{vocab_size}: ids run from 0 to {vocab_size - 1}")
 
 
 def find_text(paths: Sequence[str] = ()) -> list[Path]:
