@@ -34,7 +34,10 @@ class Reading:
     workers: int = 0
     """Processes; 0 for one a core."""
 
-    def options(self) -> dict:
+    def options(self, paths: tuple[str, ...]) -> dict:
+        """Arguments for those who read `paths`."""
+        if not paths:
+            raise ValueError("paths: none given, must be at least one")
         check(
             ("seq-len", self.seq_len, self.seq_len >= 1, "at least 1"),
             ("held-out", self.held_out, 0 <= self.held_out < 1, "at least 0 and below 1"),
@@ -64,7 +67,7 @@ class Tokenize:
     reading: Annotated[Reading, tyro.conf.arg(name="")] = Reading()
 
     def run(self) -> None:
-        options = self.reading.options()
+        options = self.reading.options(self.paths)
         from k3jax.data import inspect, tokenize
 
         with _bar() as report:
@@ -104,7 +107,7 @@ class Show:
     """Colours; auto: in a terminal."""
 
     def run(self) -> None:
-        options = self.reading.options()
+        options = self.reading.options(self.paths)
         check(
             ("rows", self.rows, self.rows >= 1, "at least 1"),
             ("seed", self.seed, self.seed >= 0, "0 or more"),

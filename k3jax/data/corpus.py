@@ -168,7 +168,7 @@ def _open(shard: Shard):
     except (RuntimeError, ValueError) as error:
         raise ValueError(f"{shard.path}: not readable as records; make the corpus anew ({error})") from None
     if count != shard.rows:
-        raise ValueError(f"{shard.path}: found {count} records, must be {shard.rows}")
+        raise ValueError(f"{shard.path}: found {count} records, must be {shard.rows}; the file is damaged or another")
     return reader
 
 

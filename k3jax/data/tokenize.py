@@ -113,8 +113,10 @@ def tokenize(
                 "sources": index,
             },
         )
-        for leftover in (*out.glob("*/*.part"), *out.glob("*/part-*.json")):
-            leftover.unlink()
+        named = {shard["file"] for source in index for side in SIDES for shard in source[side]["shards"]}
+        for file in out.glob("[0-9]*/*"):
+            if file.relative_to(out).as_posix() not in named:
+                file.unlink()  # what parts had counted, and what earlier calls left
     return open_corpus(out)
 
 
