@@ -11,11 +11,9 @@ from pathlib import Path
 from k3jax.config import VisionConfig
 from k3jax.run_config import DataConfig, RunConfig, TrainConfig
 
-ROOT = Path(__file__).resolve().parents[1]
-
 # Two layers of the quickstart's model, and byte 255, which no text holds, for images.
 model = dataclasses.replace(
-    runpy.run_path(str(ROOT / "configs" / "quickstart.py"))["model"],
+    runpy.run_path(str(Path(__file__).with_name("quickstart.py")))["model"],
     initializer_range=0.1,  # a larger start than the release's sees sooner
     num_hidden_layers=2,
     kda_layers=(1,),
@@ -38,9 +36,9 @@ model = dataclasses.replace(
 
 config = RunConfig(
     model=model,
-    data=DataConfig(pairs=(str(ROOT / "runs" / "shapes" / "data" / "pairs.jsonl"),), seq_len=128, batch_size=8),
+    data=DataConfig(pairs=("runs/shapes/data/pairs.jsonl",), seq_len=128, batch_size=8),
     train=TrainConfig(
         steps=300, learning_rate=4e-3, warmup_fraction=0.1, qat=False, remat=False, checkpoint_every=100, log_every=20
     ),
-    out=str(ROOT / "runs" / "shapes" / "run"),
+    out="runs/shapes/run",
 )

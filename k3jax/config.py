@@ -6,7 +6,7 @@ Field names are those of the released `config.json`. Nothing here imports JAX.
 from __future__ import annotations
 
 import dataclasses
-import json
+import itertools
 import math
 import types
 import typing
@@ -16,6 +16,8 @@ from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
+
+from k3jax import strict_json
 
 MX_BLOCK = 32  # values that share one microscaling exponent
 
@@ -151,6 +153,7 @@ class ModelConfig:
     use_full_rank_gate: bool = False
     routed_expert_hidden_size: int | None = None
     latent_moe_use_norm: bool = False
+    moe_router_activation_func: Literal["sigmoid", "softmax"] = "sigmoid"
     moe_renormalize: bool = True
     routed_scaling_factor: float = 1.0
     num_expert_group: int = 1
@@ -163,6 +166,7 @@ class ModelConfig:
     attn_res_block_size: int | None = None
     rms_norm_eps: float = 1e-5
     initializer_range: float = 0.02
+    tie_word_embeddings: bool = False  # lm_head is embed_tokens
     max_position_embeddings: int = 1048576
     quantized_experts: bool = False  # checkpoints hold the routed experts as packed MXFP4
     bos_token_id: int | None = None
@@ -180,38 +184,32 @@ class ModelConfig:
                 right = "0 or more" if name in _MAY_BE_ZERO else "positive"
                 off = " or None" if is_instance(None, hint) else ""
                 raise ValueError(f"{name}: found {value}, must be {right}{off}")
-        listed = Counter(self.kda_layers) + Counter(self.full_attn_layers)
-        if listed != Counter(range(1, self.num_hidden_layers + 1)):
-            wrong = sorted(set(listed) ^ set(range(1, self.num_hidden_layers + 1))) or [
-                i for i, n in listed.items() if n > 1
-            ]
-            raise ValueError(
-                f"kda_layers and full_attn_layers: layers {wrong} are missing, extra or listed twice; "
-                f"together they must name each of 1..num_hidden_layers={self.num_hidden_layers} once"
-            )
-        if self.num_experts_per_token >= self.num_experts:
+        for name in ("kda_layers", "full_attn_layers"):  # sets, whatever the order they are written in
+            object.__setattr__(self, name, tuple(sorted(getattr(self, name))))
+        self._check_layers()
+        if self.num_experts_per_token > self.num_experts:
             raise ValueError(
                 f"num_experts_per_token: found {self.num_experts_per_token}, "
-                f"must be below num_experts={self.num_experts}"
+                f"must be at most num_experts={self.num_experts}"
             )
         if self.num_experts % self.num_expert_group:
             raise ValueError(
                 f"num_expert_group: found {self.num_expert_group}, must divide num_experts={self.num_experts}"
-            )
-        if self.num_experts // self.num_expert_group < 2:
-            raise ValueError(
-                f"num_expert_group: found {self.num_expert_group}, must leave two or more of "
-                f"num_experts={self.num_experts} in a group"
             )
         if not 1 <= self.topk_group <= self.num_expert_group:
             raise ValueError(
                 f"topk_group: found {self.topk_group}, "
                 f"must be between 1 and num_expert_group={self.num_expert_group}"
             )
-        if self.topk_group * (self.num_experts // self.num_expert_group) <= self.num_experts_per_token:
+        if self.num_experts == self.num_expert_group > self.topk_group:
             raise ValueError(
-                f"topk_group: found {self.topk_group}, whose groups hold no more than "
-                f"num_experts_per_token={self.num_experts_per_token} experts"
+                f"num_expert_group: found {self.num_expert_group}, must leave two or more of "
+                f"num_experts={self.num_experts} in a group, whose two best decide between groups"
+            )
+        if self.num_eligible_experts < self.num_experts_per_token:
+            raise ValueError(
+                f"topk_group: found {self.topk_group}, whose groups hold {self.num_eligible_experts} experts, "
+                f"fewer than num_experts_per_token={self.num_experts_per_token}"
             )
         if self.gate_lower_bound is not None and not -math.inf < self.gate_lower_bound < 0:
             raise ValueError(f"gate_lower_bound: found {self.gate_lower_bound}, must be negative")
@@ -232,7 +230,30 @@ class ModelConfig:
                 f"must be a token of vocab_size={self.vocab_size}"
             )
 
+    def _check_layers(self) -> None:
+        """Each layer is listed once. A count that no list could match is not counted up to."""
+        listed, n = sorted(self.kda_layers + self.full_attn_layers), self.num_hidden_layers
+        if len(listed) == n and listed == list(range(1, n + 1)):
+            return
+        counts = Counter(listed)
+        missing = itertools.islice((i for i in range(1, n + 1) if i not in counts), 10)
+        wrong = sorted({*missing, *(i for i, count in counts.items() if not 1 <= i <= n or count > 1)})
+        raise ValueError(
+            f"kda_layers and full_attn_layers: layers {wrong[:10]} are missing, extra or listed twice; "
+            f"together they must name each of 1..num_hidden_layers={n} once"
+        )
+
     # ---- derived ---------------------------------------------------------------------------------------
+
+    @property
+    def num_eligible_experts(self) -> int:
+        """Experts that a token chooses its own among: those of the groups that stay."""
+        return self.topk_group * (self.num_experts // self.num_expert_group)
+
+    @property
+    def has_experts(self) -> bool:
+        """Whether any layer is a mixture of experts."""
+        return any(kind.ffn == "moe" for kind in self.layers)
 
     @property
     def latent_size(self) -> int:
@@ -327,13 +348,14 @@ class ModelConfig:
 
     @property
     def num_parameters(self) -> int:
-        """Text parameters, both embeddings included."""
-        ends = (2 * self.vocab_size + 1 + (2 if self.attn_res_block_size else 0)) * self.hidden_size
+        """Text parameters, both embeddings included; a shared one once."""
+        embeddings = 1 if self.tie_word_embeddings else 2
+        ends = (embeddings * self.vocab_size + 1 + (2 if self.attn_res_block_size else 0)) * self.hidden_size
         return ends + sum(self.layer_parameters(kind) for kind in self.layers)
 
     @property
     def num_active_parameters(self) -> int:
-        """Text parameters one token uses, the input embedding not counted.
+        """Text parameters one token uses, the input embedding not counted (a shared one is, as the head).
 
         As published: Kimi-Linear's figure counts the final norm, Kimi K3's no vector behind the last layer.
         """
@@ -355,7 +377,7 @@ class ModelConfig:
             path = Path(source)
             path = path / "config.json" if path.is_dir() else path
             try:
-                raw = json.loads(path.read_text(encoding="utf-8"))
+                raw = strict_json.loads(path.read_text(encoding="utf-8"))
             except FileNotFoundError:
                 raise ValueError(f"{path}: no such file; a released config.json was expected") from None
             except OSError as error:
@@ -378,6 +400,14 @@ class ModelConfig:
             raise ValueError("linear_attn_config: missing; it names the KDA layers and their sizes")
         linear = text.pop("linear_attn_config")
         _check_object("linear_attn_config", linear)
+        tied = outer.get("tie_word_embeddings")
+        if "tie_word_embeddings" in outer and text.setdefault("tie_word_embeddings", tied) is not tied:
+            raise ValueError(
+                f"tie_word_embeddings: found {tied!r}, and {text['tie_word_embeddings']!r} as "
+                "text_config.tie_word_embeddings; both must say the same"
+            )
+        if text.get("num_shared_experts", 0) is None:
+            text["num_shared_experts"] = 0
         quantization = text.pop("quantization_config", None)
         if quantization is None:
             quantization = outer.get("quantization_config")
@@ -403,10 +433,10 @@ class ModelConfig:
         _check_known(linear, _LINEAR_KEYS, "linear_attn_config.")
         for key, only in _FIXED.items():
             found = text.pop(key, only)
-            if found != only:
+            if found != only or type(found) is not type(only):  # 1 is not True
                 raise ValueError(f"{key}: found {found!r}, only {only!r} is implemented")
         heads = text.pop("num_key_value_heads", values["num_attention_heads"])
-        if heads != values["num_attention_heads"]:
+        if heads != values["num_attention_heads"] or type(heads) is not int:
             raise ValueError(
                 f"num_key_value_heads: found {heads!r}, "
                 f"must equal num_attention_heads={values['num_attention_heads']}"
@@ -452,7 +482,7 @@ class ModelConfig:
             "architectures": ["KimiK3ForConditionalGeneration"],
             "model_type": "kimi_k3",
             "dtype": "bfloat16",
-            "tie_word_embeddings": False,
+            "tie_word_embeddings": self.tie_word_embeddings,
             "bos_token_id": self.bos_token_id,
             "eos_token_id": self.eos_token_id,
             "pad_token_id": self.pad_token_id,
@@ -470,7 +500,7 @@ _TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 
 # Numbers that need not be positive.
 _ANY_SIGN = ("gate_lower_bound", *_TOKEN_IDS)
-_MAY_BE_ZERO = ("first_k_dense_replace", "initializer_range")
+_MAY_BE_ZERO = ("first_k_dense_replace", "initializer_range", "num_shared_experts")
 
 # Settings of linear_attn_config, and those of them a config may leave out.
 _LINEAR_KEYS = (
@@ -501,11 +531,9 @@ _ELSEWHERE = {
 # Settings with one meaning in every released model; any other value is refused.
 _FIXED = {
     "mla_use_nope": True,
-    "moe_router_activation_func": "sigmoid",
     "use_grouped_topk": True,
     "topk_method": "noaux_tc",
     "num_nextn_predict_layers": 0,
-    "tie_word_embeddings": False,
 }
 
 # Keys that say nothing about the model: generation defaults, bookkeeping of the library that wrote the file.
@@ -647,7 +675,7 @@ def _vision_from_hf(vision: Mapping[str, Any], placeholder: int) -> VisionConfig
     vision = {key: _tuple_of(value) for key, value in vision.items() if not key.startswith("_")}
     for key, only in _VISION_FIXED.items():
         found = vision.pop(key, only)
-        if found != only:
+        if found != only or type(found) is not type(only):
             raise ValueError(f"vision_config.{key}: found {found!r}, only {only!r} is implemented")
     fields = {field.name: field for field in dataclasses.fields(VisionConfig)}
     _check_known(vision, fields, "vision_config.")

@@ -9,24 +9,25 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import difflib
-import functools
-import io
 import math
 import os
 import runpy
 import textwrap
 import traceback
-import typing
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 import tyro
 
-from k3jax.config import MX_BLOCK, ModelConfig, describe_type, is_instance
+from k3jax.config import MX_BLOCK, ModelConfig
+from k3jax.paths import check_kind, expand
+from k3jax.values import FLAGS, LARGEST, AnyText, PathText, Seed, expand_paths, hints, parse, shown, unfit
 
-STRATEGIES = Path(__file__).parents[1] / "configs" / "strategies"
+CONFIGS = Path(__file__).parent / "configs"  # what the commands find by name, in the checkout and installed
+STRATEGIES = CONFIGS / "strategies"
+MOST_DEVICES = 4096  # simulated on one machine
 
 
 @dataclass(frozen=True)
@@ -73,9 +74,9 @@ class MeshConfig:
 class DataConfig:
     """Text to train on, read as bytes: one byte is one token. With images, their tokens count too."""
 
-    paths: tuple[str, ...] = ()
-    """Files, folders or globs of text, separated by commas. Empty: the running Python's standard library."""
-    pairs: tuple[str, ...] = ()
+    paths: tuple[PathText, ...] = ()
+    """Files, folders or globs of text, separated by commas. None: the running Python's standard library."""
+    pairs: tuple[PathText, ...] = ()
     """In place of `paths`, JSONL files of {"image": path or list of paths, "text": ...}, for a model with `vision`."""
     seq_len: int = 512
     """Tokens per sequence."""
@@ -83,8 +84,11 @@ class DataConfig:
     """Sequences per step, over all devices."""
     held_out: float = 0.05
     """Fraction of the files kept for evaluation."""
-    seed: int = 0
+    seed: Seed = 0
     """Seed of the order of the data."""
+
+    def __post_init__(self):
+        expand_paths(self)
 
 
 @dataclass(frozen=True)
@@ -119,7 +123,7 @@ class TrainConfig:
     """Recompute activations in the backward pass instead of keeping them."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Type of the matrix products; parameters and optimizer state stay float32."""
-    seed: int = 0
+    seed: Seed = 0
     """Seed of the initial parameters."""
     checkpoint_every: int = 100
     """Steps between checkpoints; the last step always has one."""
@@ -139,7 +143,7 @@ class ProcessesConfig:
     """Processes in all."""
     index: int = 0
     """This one's number, from 0; process 0 writes the log."""
-    coordinator: str = ""
+    coordinator: AnyText = ""
     """host:port that process 0 listens on. `auto`: SLURM, GKE or Cloud TPU tell it, count and index. Empty: one process."""
 
     def validate(self) -> None:
@@ -184,10 +188,13 @@ class RunConfig:
     data: DataConfig = DataConfig()
     train: TrainConfig = TrainConfig()
     mesh: MeshConfig = MeshConfig()
-    out: str = "runs/k3"
-    resume: str | None = None
+    out: PathText = "runs/k3"
+    resume: PathText | None = None
     cpu_devices: int = 0
     processes: ProcessesConfig = ProcessesConfig()
+
+    def __post_init__(self):
+        expand_paths(self)
 
     def on(self, devices: int) -> RunConfig:
         """This run on so many devices, as `MeshConfig.on`."""
@@ -198,31 +205,39 @@ class RunConfig:
 
         Raises `ValueError`, one line, naming the key, the value found and what would be right.
         """
-        _check_types(self)
+        _check_values(self)
         left = "at least 1, or -1 for what the other axes leave of the devices"
         model, data, train, mesh = self.model, self.data, self.train, self.mesh
-        final_rate = train.final_learning_rate
+        eligible, k = model.num_eligible_experts, model.num_experts_per_token
+        comparable = eligible > k or not model.has_experts
+        one_more = f"False: a token has {eligible} experts to choose model.num_experts_per_token={k} of, it takes one more"
+        final_rate, room = train.final_learning_rate, model.max_position_embeddings
+        most_rows = f"such that a step has at most {LARGEST} tokens, with data.seq_len={data.seq_len}"
+        simulated = f"0 (the machine's own devices) to {MOST_DEVICES}"
         ranges = (
             *((f"mesh.{axis}", size, size >= 1 or size == -1, left) for axis, size in vars(mesh).items()),
             ("data.seq_len", data.seq_len, data.seq_len >= 1, "at least 1"),
+            ("data.seq_len", data.seq_len, data.seq_len <= room, f"at most model.max_position_embeddings={room}"),
             ("data.batch_size", data.batch_size, data.batch_size >= 1, "at least 1"),
+            ("data.batch_size", data.batch_size, data.batch_size * data.seq_len <= LARGEST, most_rows),
             ("data.paths", ",".join(data.paths), not (data.paths and data.pairs), "empty beside data.pairs"),
             ("data.pairs", ",".join(data.pairs), model.vision or not data.pairs, "empty: the model has no vision"),
             ("data.held_out", data.held_out, 0 < data.held_out < 1, "between 0 and 1"),
             ("train.steps", train.steps, train.steps >= 1, "at least 1"),
-            ("train.learning_rate", train.learning_rate, 0 < train.learning_rate < math.inf, "positive"),
+            ("train.learning_rate", train.learning_rate, train.learning_rate > 0, "positive"),
             ("train.final_learning_rate", final_rate, 0 <= final_rate <= 1, "from 0 to 1"),
             ("train.warmup_fraction", train.warmup_fraction, 0 <= train.warmup_fraction <= 1, "from 0 to 1"),
-            ("train.weight_decay", train.weight_decay, 0 <= train.weight_decay < math.inf, "0 or more"),
+            ("train.weight_decay", train.weight_decay, train.weight_decay >= 0, "0 or more"),
             ("train.beta1", train.beta1, 0 <= train.beta1 < 1, "at least 0 and below 1"),
             ("train.beta2", train.beta2, 0 <= train.beta2 < 1, "at least 0 and below 1"),
             ("train.clip_norm", train.clip_norm, train.clip_norm > 0, "positive"),
             ("train.grad_accum", train.grad_accum, train.grad_accum >= 1, "at least 1"),
+            ("train.quantile_balancing", True, comparable or not train.quantile_balancing, one_more),
             ("train.checkpoint_every", train.checkpoint_every, train.checkpoint_every >= 1, "at least 1"),
             ("train.keep_checkpoints", train.keep_checkpoints, train.keep_checkpoints >= 1, "at least 1"),
             ("train.eval_windows", train.eval_windows, train.eval_windows >= 1, "at least 1"),
             ("train.log_every", train.log_every, train.log_every >= 1, "at least 1"),
-            ("cpu_devices", self.cpu_devices, self.cpu_devices >= 0, "0 (the machine's own devices) or more"),
+            ("cpu_devices", self.cpu_devices, 0 <= self.cpu_devices <= MOST_DEVICES, simulated),
         )
         _refuse(ranges)
         self.processes.validate()
@@ -275,7 +290,7 @@ def _refuse(ranges) -> None:
     """Complains of the first (key, value, whether it fits, what fits) that does not."""
     for key, value, fits, right in ranges:
         if not fits:
-            raise ValueError(f"{key}={value}: must be {right}")
+            raise ValueError(f"{key}={shown(value)}: must be {right}")
 
 
 def load_config(path: str | Path) -> RunConfig:
@@ -284,9 +299,7 @@ def load_config(path: str | Path) -> RunConfig:
     Raises `ValueError`, one line, if there is no such file, if it fails (naming its line), and if it defines
     no `config` of type `RunConfig`.
     """
-    if not os.path.isfile(path):
-        raise ValueError(f"{path}: no such file; --config takes a Python file that defines `config`")
-    return _defined(str(path), "config", RunConfig)
+    return _defined(path, "config", RunConfig, "--config takes a Python file that defines `config`")
 
 
 def load_model(path: str | Path) -> ModelConfig:
@@ -300,9 +313,8 @@ def load_model(path: str | Path) -> ModelConfig:
     """
     if not str(path).endswith(".py"):
         return ModelConfig.from_hf(path)
-    if not os.path.isfile(path):
-        raise ValueError(f"{path}: no such file; a Python file that defines `model`, or a released config.json was expected")
-    return _defined(str(path), "model", ModelConfig)
+    expected = "a Python file that defines `model`, or a released config.json was expected"
+    return _defined(path, "model", ModelConfig, expected)
 
 
 def strategy_names() -> list[str]:
@@ -319,15 +331,20 @@ def load_strategy(name: str) -> MeshConfig:
         >>> load_strategy("ep_tp").on(8)
         MeshConfig(data=1, fsdp=1, expert=4, context=1, tensor=2)
     """
-    path = name if name.endswith(".py") else str(STRATEGIES / f"{name}.py")
+    known = strategy_names()
+    path = str(STRATEGIES / f"{name}.py") if name in known else expand(name)
+    if name not in known and not (name.endswith(".py") and os.path.exists(path)):
+        or_file = "or a Python file that defines `mesh`"
+        raise ValueError(f"strategy={shown(name)}: must be one of {', '.join(known)}, {or_file}")
+    return _defined(path, "mesh", MeshConfig, "a strategy is a Python file that defines `mesh`")
+
+
+def _defined(path: str | Path, name: str, kind: type, expected: str) -> Any:
+    """What a Python file defines as `name`, which must be a `kind`; `expected` says so where there is no such file."""
+    path = expand(path)
+    check_kind(path)
     if not os.path.isfile(path):
-        known = ", ".join(strategy_names())
-        raise ValueError(f"strategy={name}: must be one of {known}, or a Python file that defines `mesh`")
-    return _defined(path, "mesh", MeshConfig)
-
-
-def _defined(path: str, name: str, kind: type) -> Any:
-    """What a Python file defines as `name`, which must be a `kind`."""
+        raise ValueError(f"{path}: {'is a folder' if os.path.isdir(path) else 'no such file'}; {expected}")
     try:
         value = runpy.run_path(path).get(name)
     except Exception as error:
@@ -344,21 +361,25 @@ def _defined(path: str, name: str, kind: type) -> Any:
 
 
 def apply_overrides(config: RunConfig, overrides: Sequence[str]) -> RunConfig:
-    """`config` with each `key=value` (or `--key=value`, or `--key value`) set; the last one of a key wins.
+    """`config` with each `key=value` (or `--key=value`, or `--key value`) set.
 
-    Keys are dotted (`train.steps`, `model.hidden_size`). Values are parsed by tyro as their field's type;
+    Keys are dotted (`train.steps`, `model.hidden_size`). Values are read as their field's type (`k3jax.values.parse`);
     those of a tuple are separated by commas (`model.kda_layers=1,2,3`, `data.paths=a.txt,b/*.txt`).
     `strategy=NAME` puts a strategy's mesh in place of the configuration's; `mesh.*`, wherever it stands, changes that.
 
-    Raises `ValueError`, one line, for a key that does not exist (with the closest that do), for a value of
-    another type, and for what the changed model refuses.
+    Raises `ValueError`, one line, for a key that does not exist (with the closest that do) or is given twice, for a
+    value of another type or beyond its range, and for what the changed model refuses.
 
     Example:
         >>> apply_overrides(config, ["train.steps=50", "--mesh.expert", "4"]).train.steps
         50
     """
     tree: dict[str, Any] = {}
-    for key, value in _pairs(overrides):
+    given: dict[str, str] = {}
+    for key, value in pairs(overrides):
+        if key in given:
+            raise ValueError(f"{key}: given twice, as {shown(given[key])} and as {shown(value)}")
+        given[key] = value
         if key == "strategy":
             config = dataclasses.replace(config, mesh=load_strategy(value))
             continue
@@ -372,35 +393,29 @@ def apply_overrides(config: RunConfig, overrides: Sequence[str]) -> RunConfig:
             raise ValueError(_unknown(config, key))
         if dataclasses.is_dataclass(getattr(parent, name)):
             example = _keys(config, key)[0]
-            raise ValueError(f"{key}={value}: {key} is a group; set one of its keys, such as {example}")
-        hint = typing.get_type_hints(type(parent))[name]
+            raise ValueError(f"{key}={shown(value)}: {key} is a group; set one of its keys, such as {example}")
         try:
-            node[name] = _parse(hint, value)
-        except ValueError:
-            commas = " (separated by commas)" if typing.get_origin(hint) is tuple else ""
-            raise ValueError(f"{key}={value}: must be {describe_type(hint)}{commas}") from None
+            node[name] = parse(hints(type(parent))[name], value)
+        except ValueError as error:
+            raise ValueError(f"{key}={shown(value)}: must be {error}") from None
     return _replace(config, tree)
 
 
 def print_settings() -> None:
     """Prints every setting with its type, meaning and default; of the model's, which have none, the names."""
-    hints = typing.get_type_hints(RunConfig)
-    fields = [(field.name, hints[field.name], field) for field in dataclasses.fields(RunConfig)]
+    fields = [(field.name, hints(RunConfig)[field.name], field) for field in dataclasses.fields(RunConfig)]
     settings = dataclasses.make_dataclass("Settings", fields[1:], namespace={"__doc__": RunConfig.__doc__})
     with contextlib.suppress(SystemExit):
-        tyro.cli(
-            settings, prog="settings", description="", args=["--help"], use_underscores=True, config=_TYRO
-        )
+        options = {"use_underscores": True, "config": (tyro.conf.FlagConversionOff,), "registry": FLAGS}
+        tyro.cli(settings, prog="settings", description="", args=["--help"], **options)
     names = ", ".join(field.name for field in dataclasses.fields(ModelConfig))
     print(textwrap.fill(f"model.KEY=VALUE changes the model: {names}.", width=80))
     strategies = ", ".join(strategy_names())
     print(textwrap.fill(f"strategy=NAME sets the mesh: {strategies}, or a Python file that defines `mesh`.", width=80))
 
 
-_TYRO = (tyro.conf.FlagConversionOff,)
-
-
-def _pairs(overrides: Sequence[str]):
+def pairs(overrides: Sequence[str]) -> Iterator[tuple[str, str]]:
+    """(key, value) of each override."""
     tokens = iter(overrides)
     for token in tokens:
         flag = token.startswith("--")
@@ -408,7 +423,7 @@ def _pairs(overrides: Sequence[str]):
         if not equals and flag:
             value = next(tokens, None)
         if not key or value is None or not (equals or flag):
-            raise ValueError(f"{token}: a setting is changed as key=value, for example train.steps=50")
+            raise ValueError(f"{shown(token)}: a setting is changed as key=value, for example train.steps=50")
         yield key.replace("-", "_"), value
 
 
@@ -435,35 +450,18 @@ def _unknown(config: RunConfig, key: str) -> str:
     # A forgotten group is the likeliest slip: steps for train.steps.
     close = [k for k in keys if k.endswith(f".{key}")] or difflib.get_close_matches(key, keys)
     hint = f"did you mean {' or '.join(close)}?" if close else "`python -m k3jax train --help` lists them"
-    return f"{key}: no such setting; {hint}"
+    return f"{shown(key)}: no such setting; {hint}"
 
 
-def _parse(hint: Any, value: str) -> Any:
-    if typing.get_origin(hint) is tuple:
-        kinds, values = typing.get_args(hint), value.split(",") if value else []
-        if kinds[-1] is Ellipsis:
-            kinds = kinds[:1] * len(values)
-        return tuple(_parse(kind, v) for kind, v in zip(kinds, values, strict=True))
-    # `--value=...` hands the text over verbatim, even where it starts with dashes.
-    holder = dataclasses.make_dataclass("Setting", [("value", hint)])
-    try:
-        with contextlib.redirect_stderr(io.StringIO()):
-            return tyro.cli(holder, args=[f"--value={value}"], add_help=False, config=_TYRO).value
-    except SystemExit:
-        raise ValueError(value) from None
-
-
-_hints = functools.cache(typing.get_type_hints)  # a planner validates thousands of meshes
-
-
-def _check_types(config: Any, prefix: str = "") -> None:
-    """A configuration file may hold values of any type; refuses those that are not the declared one."""
-    for name, hint in _hints(type(config)).items():
-        key, value = f"{prefix}{name}", getattr(config, name)
-        if not is_instance(value, hint):
-            raise ValueError(f"{key}={value!r}: must be {describe_type(hint)}")
+def _check_values(config: Any, prefix: str = "") -> None:
+    """A configuration file may hold any value; refuses those that are not of the declared type, or beyond its range."""
+    for name, hint in hints(type(config)).items():
+        value = getattr(config, name)
+        if right := unfit(hint, value):
+            found = repr(value) if isinstance(value, str) else shown(value)
+            raise ValueError(f"{prefix}{name}={found}: must be {right}")
         if dataclasses.is_dataclass(value):
-            _check_types(value, f"{key}.")
+            _check_values(value, f"{prefix}{name}.")
 
 
 def _replace(config: Any, tree: Mapping[str, Any]) -> Any:

@@ -1,14 +1,15 @@
 # shellcheck shell=bash
-# Sourced by the launch scripts. Afterwards $root is the repository and $venv a whole environment for it.
+# Sourced by the launch scripts. Afterwards $root is the repository and $venv a whole environment for it, in which
+# k3jax is installed as it lies in $root: scripts and notebooks anywhere import it, and see what is changed there.
 #
-# $venv/whole is written last and names what the environment was made from: the interpreter and a checksum of
-# requirements.txt. While both match nothing is installed; without the file .venv is half-made and made anew.
+# $venv/whole is written last and names what the environment was made from: the interpreter, $root, and a checksum of
+# requirements.txt and pyproject.toml. While all match nothing is installed; without the file .venv is half-made and
+# made anew.
 set -euo pipefail
 
 root=$(CDPATH='' cd -- "$(dirname -- "${BASH_SOURCE[0]}")/.." && pwd)
 venv=$root/.venv
 install_log=$venv/install.log
-export PYTHONPATH=$root${PYTHONPATH:+:$PYTHONPATH}
 
 fail() {
     printf '%s: %s\n' "$(basename -- "$0")" "$1" >&2
@@ -85,7 +86,7 @@ prepare() {
     local version prefix python interpreter wanted made_from=''
     find_python
     interpreter="Python $version in $prefix"
-    wanted="$interpreter, requirements $(cksum <"$root/requirements.txt")"
+    wanted="$interpreter, $root, requirements $(cat "$root/requirements.txt" "$root/pyproject.toml" | cksum)"
 
     # One at a time: a second start waits here and finds the work done. The lock ends with descriptor 9.
     exec 9<"$root"
@@ -100,6 +101,8 @@ prepare() {
         echo "installing requirements.txt (a minute or two)"
         logged "installing requirements.txt" "$venv/bin/python" -P -m pip install --quiet --no-input \
             --disable-pip-version-check -r "$root/requirements.txt"
+        logged "installing k3jax" "$venv/bin/python" -P -m pip install --quiet --no-input \
+            --disable-pip-version-check --no-deps --no-build-isolation --editable "$root"
         printf '%s\n' "$wanted" >"$venv/whole"
     fi
     exec 9<&-

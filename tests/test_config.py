@@ -155,6 +155,60 @@ def test_from_a_folder_a_file_or_a_mapping():
     assert ModelConfig.from_hf(folder) == ModelConfig.from_hf(raw("k3_tiny"))
 
 
+@pytest.mark.parametrize("model", ["k3_tiny", "kimi_linear_tiny"])
+def test_the_order_of_a_layer_list_means_nothing(model):
+    source = raw(model)
+    linear = source.get("text_config", source)["linear_attn_config"]
+    linear["kda_layers"].reverse()
+    linear["full_attn_layers"].reverse()
+    cfg, expected = ModelConfig.from_hf(source), ModelConfig.from_hf(raw(model))
+    assert cfg == expected and hash(cfg) == hash(expected) and cfg.to_hf() == expected.to_hf()
+    assert dataclasses.replace(cfg, kda_layers=cfg.kda_layers[::-1]) == expected
+
+
+@pytest.mark.parametrize("where", ["inside", "outside", "both"])
+def test_tied_embeddings_are_read_wherever_they_stand(where):
+    source = raw("k3_tiny")
+    for place, node in (("inside", source["text_config"]), ("outside", source)):
+        del node["tie_word_embeddings"]
+        if where in (place, "both"):
+            node["tie_word_embeddings"] = True
+    cfg = ModelConfig.from_hf(source)
+    assert cfg.tie_word_embeddings and ModelConfig.from_hf(cfg.to_hf()) == cfg
+    untied = dataclasses.replace(cfg, tie_word_embeddings=False)
+    assert untied == ModelConfig.from_hf(raw("k3_tiny"))
+    assert untied.num_parameters - cfg.num_parameters == 128 * 64
+    assert untied.num_active_parameters == cfg.num_active_parameters
+    written = cfg.to_hf()
+    assert written["tie_word_embeddings"] is written["text_config"]["tie_word_embeddings"] is True
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"num_experts_per_token": 12},
+        {"num_expert_group": 4, "topk_group": 1},  # of three experts, of which three are chosen
+        {"num_expert_group": 12, "topk_group": 12},  # all stay: nothing decides between groups
+        {"moe_router_activation_func": "softmax"},
+        {"num_shared_experts": 0},
+        {"first_k_dense_replace": 9},
+    ],
+    ids=str,
+)
+def test_routers_that_the_released_code_has(changes):
+    source = raw("k3_tiny")
+    source["text_config"] |= changes
+    cfg = ModelConfig.from_hf(source)
+    assert {name: getattr(cfg, name) for name in changes} == changes
+    assert ModelConfig.from_hf(json.loads(json.dumps(cfg.to_hf()))) == cfg
+
+
+def test_no_shared_experts_may_be_null():
+    source = raw("k3_tiny")
+    source["text_config"]["num_shared_experts"] = None
+    assert ModelConfig.from_hf(source).num_shared_experts == 0
+
+
 def test_a_mapping_is_left_as_it_was():
     source = raw("k3_tiny")
     before = copy.deepcopy(source)
@@ -196,9 +250,19 @@ NULL = object()  # JSON's null; None below takes the key away
         ),
         ("k3_tiny", "text_config.mla_use_nope", False, "mla_use_nope: found False, only True is implemented"),
         ("k3_tiny", "text_config.num_key_value_heads", 1, "num_key_value_heads: found 1, must equal"),
-        ("k3_tiny", "text_config.tie_word_embeddings", True, "tie_word_embeddings: found True"),
+        (
+            "k3_tiny",
+            "text_config.tie_word_embeddings",
+            True,
+            "tie_word_embeddings: found False, and True as text_config.tie_word_embeddings; both must say the same",
+        ),
+        ("k3_tiny", "tie_word_embeddings", True, "tie_word_embeddings: found True, and False as text_config.tie"),
+        ("kimi_linear_tiny", "tie_word_embeddings", 1, "tie_word_embeddings: found 1, must be True or False"),
+        ("k3_tiny", "text_config.use_grouped_topk", 1, "use_grouped_topk: found 1, only True is implemented"),
+        ("k3_tiny", "text_config.num_nextn_predict_layers", False, "num_nextn_predict_layers: found False, only 0 is"),
+        ("k3_tiny", "vision_config.attn_bias", 0, "vision_config.attn_bias: found 0, only False is implemented"),
         ("k3_tiny", "text_config.num_nextn_predict_layers", 1, "num_nextn_predict_layers: found 1"),
-        ("k3_tiny", "text_config.moe_router_activation_func", "softmax", "found 'softmax', only 'sigmoid'"),
+        ("k3_tiny", "text_config.moe_router_activation_func", "relu", "found 'relu', must be one of sigmoid, softmax"),
         (
             "k3_tiny",
             "text_config.quantization_config.format",
@@ -277,10 +341,14 @@ def test_a_wrong_released_config(model, where, value, message):
         ({"kda_layers": (1, 2, 3, 5, 6)}, r"layers \[7\] are missing, extra or listed twice"),
         ({"full_attn_layers": (4, 8, 9, 10)}, r"layers \[10\] are missing, extra or listed twice"),
         ({"full_attn_layers": (4, 7, 8, 9)}, r"layers \[7\] are missing, extra or listed twice"),
-        ({"num_experts_per_token": 12}, "num_experts_per_token: found 12, must be below num_experts=12"),
+        ({"num_hidden_layers": 10**18}, r"layers \[10, 11, .*, 19\] are missing, .* each of 1..num_hidden_layers=1000000000000000000 once"),
+        ({"num_experts_per_token": 13}, "num_experts_per_token: found 13, must be at most num_experts=12"),
         ({"num_expert_group": 5}, "num_expert_group: found 5, must divide num_experts=12"),
         ({"num_expert_group": 4, "topk_group": 5}, "topk_group: found 5, must be between 1 and"),
-        ({"num_expert_group": 4, "topk_group": 1}, "topk_group: found 1, whose groups hold no more than"),
+        (
+            {"num_expert_group": 6, "topk_group": 1},
+            "topk_group: found 1, whose groups hold 2 experts, fewer than num_experts_per_token=3",
+        ),
         ({"gate_lower_bound": 0.0}, "gate_lower_bound: found 0.0, must be negative"),
         ({"gate_lower_bound": float("-inf")}, "gate_lower_bound: found -inf, must be negative"),
         ({"attn_res_block_size": 0}, "attn_res_block_size: found 0, must be positive or None"),
@@ -317,6 +385,12 @@ def test_files_that_cannot_be_read(tmp_path):
         (b"{", "config.json: not valid JSON"),
         (b"\x93\x00\xff", "config.json: not valid JSON"),
         (b"[1, 2]", r"config.json: found \[1, 2\], must be a JSON object"),
+        (b'{"hidden_size": 64, "hidden_size": 32}', r"config.json: not valid JSON \(hidden_size is listed twice\)"),
+        (b'{"a": {"b": 1, "b": 1}}', r"config.json: not valid JSON \(b is listed twice\)"),
+        (b'{"rms_norm_eps": NaN}', r"config.json: not valid JSON \(NaN is not a number\)"),
+        (b'{"rms_norm_eps": -Infinity}', r"config.json: not valid JSON \(-Infinity is not a number\)"),
+        (b"[" * 100_000, r"config.json: not valid JSON \(nested too deeply\)"),
+        (b'{"hidden_size": ' + b"1" * 5000 + b"}", r"config.json: not valid JSON \(Exceeds the limit"),
     ):
         (tmp_path / "config.json").write_bytes(content)
         with pytest.raises(ValueError, match=message) as caught:

@@ -25,6 +25,8 @@ case "$*" in
         echo "venv {name}" >>"$folder/calls"
         mkdir -p "${{@: -1}}/bin"
         cp "$0" "${{@: -1}}/bin/python" ;;
+    *"-m pip"*"--editable {root}"*)
+        echo "editable" >>"$folder/calls" ;;
     *"-m pip"*)
         echo "pip" >>"$folder/calls"
         sleep {pip_seconds}
@@ -38,6 +40,9 @@ esac
 """
 
 
+INSTALLED = ["pip", "editable"]  # the requirements, then the project
+
+
 class Tree:
     """A copy of the scripts in a folder with a space in its name, and a PATH of its own to find Python on."""
 
@@ -47,6 +52,8 @@ class Tree:
         shutil.copytree(ROOT / ".ci", self.root / ".ci")
         self.requirements = self.root / "requirements.txt"
         self.requirements.write_text("# nothing\n")
+        self.project = self.root / "pyproject.toml"
+        self.project.write_text("# nothing\n")
         self.venv, self.whole = self.root / ".venv", self.root / ".venv/whole"
         self.bin.mkdir()
         self.elsewhere.mkdir()
@@ -56,7 +63,7 @@ class Tree:
 
     def python(self, name, version, lacks_ensurepip=0, lacks_pip=0, pip_status=0, pip_seconds=0) -> Path:
         path = self.bin / name
-        path.write_text(STAND_IN.format(bash=BASH, folder=self.bin, name=name, version=version,
+        path.write_text(STAND_IN.format(bash=BASH, folder=self.bin, root=self.root, name=name, version=version,
                                         lacks_ensurepip=lacks_ensurepip, lacks_pip=lacks_pip,
                                         pip_status=pip_status, pip_seconds=pip_seconds))
         path.chmod(0o755)
@@ -100,7 +107,7 @@ def test_arguments_and_working_directory_reach_the_job(tree):
     assert tree.run("a=1", "b c") == f"job {tree.elsewhere}|{tree.root}/launch/quickstart.py|a=1|b c"
     assert tree.run("-k", "x y", script="launch/test.sh") == f"job {tree.root}|-m|pytest|-k|x y"
     assert tree.run(script=".ci/run") == f"job {tree.root}|-m|pytest"
-    assert tree.calls() == ["venv python3", "pip"]
+    assert tree.calls() == ["venv python3", *INSTALLED]
 
 
 def test_first_fit_python_on_the_path(tree):
@@ -109,7 +116,7 @@ def test_first_fit_python_on_the_path(tree):
     tree.python("python3.13", "3.13.1")
     tree.python("python", "3.12.0")
     tree.run()
-    assert tree.calls() == ["venv python3.13", "pip"]
+    assert tree.calls() == ["venv python3.13", *INSTALLED]
 
 
 def test_whole_environment_is_kept_until_python_or_requirements_change(tree):
@@ -119,20 +126,23 @@ def test_whole_environment_is_kept_until_python_or_requirements_change(tree):
     tree.run(PYTHON=str(newer))
     tree.run()  # a whole environment is used as it is, whatever python3 is
     tree.run(PYTHON=str(tree.venv / "bin/python"))
-    assert tree.calls() == ["venv python3.12", "pip"]
+    assert tree.calls() == ["venv python3.12", *INSTALLED]
     (tree.venv / "added").touch()
     tree.requirements.write_text("# something else\n")
     tree.run()
     tree.run()
-    assert tree.calls() == ["pip"] and (tree.venv / "added").exists()
+    assert tree.calls() == INSTALLED and (tree.venv / "added").exists()
+    tree.project.write_text("# something else\n")
+    tree.run()
+    assert tree.calls() == INSTALLED and (tree.venv / "added").exists()
     tree.run(PYTHON="python3")
-    assert tree.calls() == ["venv python3", "pip"] and not (tree.venv / "added").exists()
+    assert tree.calls() == ["venv python3", *INSTALLED] and not (tree.venv / "added").exists()
     tree.python("python3", "3.11.5")  # the system's Python was updated
     tree.run(PYTHON="python3")
-    assert tree.calls() == ["venv python3", "pip"]
+    assert tree.calls() == ["venv python3", *INSTALLED]
     (tree.venv / "bin/python").unlink()  # the Python it was made with is gone
     tree.run()
-    assert tree.calls() == ["venv python3", "pip"]
+    assert tree.calls() == ["venv python3", *INSTALLED]
 
 
 def test_half_made_environment_is_made_anew(tree):
@@ -141,7 +151,7 @@ def test_half_made_environment_is_made_anew(tree):
     (tree.venv / "half").touch()
     shutil.copy(tree.bin / "python3", tree.venv / "bin/python")
     tree.run()
-    assert tree.calls() == ["venv python3", "pip"] and not (tree.venv / "half").exists()
+    assert tree.calls() == ["venv python3", *INSTALLED] and not (tree.venv / "half").exists()
 
 
 @pytest.mark.parametrize("signal", ["kill", "terminate"])
@@ -154,7 +164,7 @@ def test_interrupted_install_is_retried(tree, signal):
     process.communicate()
     assert process.returncode != 0 and not tree.whole.exists()
     assert tree.run().startswith("job ")
-    assert tree.calls()[-2:] == ["venv python3", "pip"]
+    assert tree.calls()[-3:] == ["venv python3", *INSTALLED]
 
 
 @pytest.mark.skipif(not shutil.which("flock"), reason="only flock keeps two first starts apart")
@@ -162,7 +172,7 @@ def test_two_starts_at_once_make_one_environment(tree):
     tree.python("python3", "3.11.4", pip_seconds=0.5)
     both = [tree.start(), tree.start()]
     assert all(process.communicate()[0].splitlines()[-1].startswith("job ") for process in both)
-    assert tree.calls() == ["venv python3", "pip"]
+    assert tree.calls() == ["venv python3", *INSTALLED]
 
 
 @pytest.mark.parametrize("line, message", [
@@ -191,7 +201,7 @@ def test_old_pythons_on_the_path_are_named(tree):
 def test_python_without_ensurepip_uses_its_own_pip(tree):
     tree.python("python3", "3.11.4", lacks_ensurepip=1)
     assert tree.run().startswith("job ")
-    assert tree.calls() == ["venv python3", "pip", "pip"]
+    assert tree.calls() == ["venv python3", "pip", *INSTALLED]
 
 
 def test_python_without_ensurepip_and_pip_is_one_line(tree):
@@ -207,7 +217,7 @@ def test_failing_install_is_one_line_and_is_retried(tree):
         f"ERROR: no such package; the log is {tree.venv}/install.log\n")
     tree.python("python3", "3.11.4")
     assert tree.run().startswith("job ")
-    assert tree.calls() == ["venv python3", "pip"] * 2
+    assert tree.calls() == ["venv python3", "pip", "venv python3", *INSTALLED]
     # A whole environment that fails to take new requirements is whole no more.
     shutil.copy(tree.python("python3", "3.11.4", pip_status=1), tree.venv / "bin/python")
     tree.requirements.write_text("# something else\n")
@@ -222,13 +232,41 @@ def test_folder_that_cannot_be_written_is_one_line(tree):
     assert f"quickstart.sh: cannot make {tree.venv} anew" in tree.error()
 
 
+def test_environment_that_was_moved_is_made_for_its_new_place(tree):
+    tree.python("python3", "3.11.4")
+    tree.run()
+    tree.calls()
+    moved = tree.root.rename(tree.root.with_name("another tree"))
+    subprocess.run([BASH, moved / "launch/quickstart.sh"], env={"PATH": str(tree.bin)}, check=True, stdout=subprocess.PIPE)
+    assert tree.calls() == ["pip", "pip"]  # the second with --editable and the new place
+
+
+# Makes a wheel that puts the project's folder on the path of an environment, without setuptools.
+BUILD = """
+import zipfile
+
+def build_editable(folder, config_settings=None, metadata_directory=None):
+    with zipfile.ZipFile(folder + "/k3jax-1-py3-none-any.whl", "w") as wheel:
+        wheel.writestr("k3jax.pth", {root!r})
+        wheel.writestr("k3jax-1.dist-info/METADATA", "Metadata-Version: 2.1\\nName: k3jax\\nVersion: 1\\n")
+        wheel.writestr("k3jax-1.dist-info/WHEEL", "Wheel-Version: 1.0\\nRoot-Is-Purelib: true\\nTag: py3-none-any\\n")
+        wheel.writestr("k3jax-1.dist-info/RECORD", "")
+    return "k3jax-1-py3-none-any.whl"
+"""
+
+
 def test_real_python_and_pip(tree):
     pytest.importorskip("ensurepip", reason="this Python cannot make an environment without a download")
-    (tree.root / "launch/quickstart.py").write_text(
-        "import sys, os; print(sys.prefix, sys.argv[1:], os.environ['PYTHONPATH'])")
+    (tree.root / "launch/quickstart.py").write_text("import sys, k3jax; print(sys.prefix, sys.argv[1:], k3jax.__file__)")
+    (tree.root / "k3jax.py").touch()
+    (tree.root / "build.py").write_text(BUILD.format(root=str(tree.root)))
+    tree.project.write_text('[build-system]\nrequires = []\nbuild-backend = "build"\nbackend-path = ["."]\n')
     here = {"PYTHON": sys.executable}
-    expected = f"{tree.venv} ['x'] {tree.root}"
+    expected = f"{tree.venv} ['x'] {tree.root}/k3jax.py"
     assert tree.run("x", **here) == expected
+    script = ["-c", "import k3jax; print(k3jax.__file__)"]  # as a notebook would, anywhere
+    done = subprocess.run([tree.venv / "bin/python", *script], cwd=tree.elsewhere, env={}, capture_output=True, text=True)
+    assert done.stdout == f"{tree.root}/k3jax.py\n"
     made = tree.whole.stat().st_mtime_ns
     assert tree.run("x", **here) == tree.run("x") == expected
     assert tree.whole.stat().st_mtime_ns == made

@@ -26,6 +26,7 @@ from k3jax.hf.files import INDEX
 from k3jax.hf.names import table as released
 from k3jax.hf.synthesize import synthesize
 from k3jax.ops import mx
+from k3jax.run_config import CONFIGS, load_model
 from k3jax.runtime import peak_memory
 
 GIB = 2**30
@@ -174,11 +175,9 @@ def _command(*line: str) -> None:
 
 def _index(folder: Path) -> dict[str, Any]:
     """Validates and plans the import of the headers of Kimi K3, in files that have no data but its size."""
-    import runpy
-
     from k3jax.hf.shards import ShardWriter, split
 
-    cfg = runpy.run_path(str(Path(__file__).parents[2] / "configs" / "kimi_k3.py"))["model"]
+    cfg = load_model(CONFIGS / "kimi_k3.py")
     leaves = released(cfg)
     writer = ShardWriter(folder, cfg, leaves, split(leaves, 17 * 10**9))
     writer.begin()

@@ -22,9 +22,11 @@ from tyro.conf import Positional, subcommand
 from k3jax.cli.bench import Bench, BenchStep, BenchStrategies
 from k3jax.cli.convert import Convert, Inspect
 from k3jax.cli.data import Data
-from k3jax.cli.options import check
+from k3jax.cli.options import at_least, check, tidied
 from k3jax.cli.plan import Plan
+from k3jax.paths import check_kind
 from k3jax.runtime import show_what_can_be_shown
+from k3jax.values import FLAGS, AnyText, PathText, Seed, shown
 
 
 @dataclass(frozen=True)
@@ -35,7 +37,7 @@ class Train:
     train.steps=50 strategy=ep_tp --out runs/short
     """
 
-    config: str
+    config: PathText
     """Python file that defines `config`, a k3jax.run_config.RunConfig."""
 
     def run(self, overrides: Sequence[str]) -> None:
@@ -43,6 +45,8 @@ class Train:
 
         config = run_config.apply_overrides(run_config.load_config(self.config), overrides)
         config.validate()
+        if config.resume is not None:
+            check_kind(config.resume)
         runtime.setup(config.cpu_devices, config.processes)
         import jax
 
@@ -56,11 +60,11 @@ class Train:
 class Generate:
     """Continue a prompt with a trained or released model."""
 
-    checkpoint: Positional[str]
+    checkpoint: Positional[PathText]
     """Checkpoint of a run, or folder of the released layout."""
-    prompt: str
+    prompt: AnyText
     """Text to continue. Each <image> in it stands for one of the images; without any they come first."""
-    image: tyro.conf.UseAppendAction[tuple[str, ...]] = ()
+    image: tyro.conf.UseAppendAction[tuple[PathText, ...]] = ()
     """Image file; again for each further one."""
     max_tokens: int = 200
     """Most tokens to write."""
@@ -70,7 +74,7 @@ class Generate:
     """Draw from the k likeliest tokens; 0 from all."""
     top_p: float = 1.0
     """Draw from the likeliest tokens that hold this much probability."""
-    seed: int = 0
+    seed: Seed = 0
     """Seed of the draws."""
     experts: Literal["packed", "dequantized"] = "packed"
     """How the routed experts are held in memory: 4-bit, or as ordinary numbers."""
@@ -79,11 +83,14 @@ class Generate:
 
     def run(self) -> None:
         check(
-            ("max-tokens", self.max_tokens, self.max_tokens >= 1, "at least 1"),
+            ("prompt", self.prompt, bool(self.prompt or self.image), "at least one character, where there is no image"),
+            *at_least(1, max_tokens=self.max_tokens),
             ("temperature", self.temperature, self.temperature >= 0, "0 or more"),
-            ("top-k", self.top_k, self.top_k >= 0, "0 or more"),
+            *at_least(0, top_k=self.top_k),
             ("top-p", self.top_p, 0 < self.top_p <= 1, "above 0 and at most 1"),
         )
+        for path in (self.checkpoint, *self.image):
+            check_kind(path)
         from k3jax import runtime
 
         runtime.setup()
@@ -116,6 +123,7 @@ Command = (
     | Annotated[Inspect, subcommand("inspect")]
 )
 _NAMES = ("train", "generate", "data", "convert", "plan", "bench", "inspect")
+_OFTEN = ("image", "allow-nonfinite")  # the options that may be given more than once
 _PROG = "python -m k3jax"
 
 
@@ -152,7 +160,8 @@ def _parse(argv: list[str]):
     if argv and not argv[0].startswith("-") and argv[0] not in _NAMES:
         close = difflib.get_close_matches(argv[0], _NAMES, n=1)
         hint = f"did you mean {close[0]}?" if close else f"must be one of {', '.join(_NAMES)}"
-        raise ValueError(f"{argv[0]}: no such command; {hint}")
+        raise ValueError(f"{shown(argv[0])}: no such command; {hint}")
+    argv = tidied(argv, Command, _OFTEN)
     complaint = io.StringIO()
     try:
         with contextlib.redirect_stderr(complaint):
@@ -163,6 +172,7 @@ def _parse(argv: list[str]):
                 args=argv or ["--help"],
                 return_unknown_args=True,
                 config=(tyro.conf.OmitSubcommandPrefixes, tyro.conf.PositionalMetavarFromFieldName),
+                registry=FLAGS,
             )
     except SystemExit as stop:
         if stop.code:
@@ -175,7 +185,7 @@ def _parse(argv: list[str]):
     if isinstance(getattr(command, "subject", command), Train | BenchStep | BenchStrategies):
         return command, (unknown,)
     if unknown:
-        raise ValueError(f"{' '.join(unknown)}: unknown argument; `{_PROG} {argv[0]} --help` lists them")
+        raise ValueError(f"{shown(' '.join(unknown))}: unknown argument; `{_PROG} {argv[0]} --help` lists them")
     return command, ()
 
 
@@ -183,4 +193,5 @@ def _condense(box: str) -> str:
     """What tyro says in a box of several lines, as one line without title and pointers to the help."""
     _, _, body = re.sub(r"\x1b\[[\d;]*m", "", box).partition("\n")
     text = " ".join(re.sub("[\u2500-\u257f]|-{3,}", " ", body).split())
-    return re.split(r" (?:Argument helptext|For full helptext)", text)[0]
+    text = re.split(r" (?:Argument helptext|For full helptext)", text)[0]
+    return re.sub(r"^Error parsing (\S+): ", r"\1 ", text)

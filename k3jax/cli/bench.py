@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,14 +12,17 @@ from typing import Annotated, Literal
 
 from tyro.conf import subcommand
 
-from k3jax.cli.options import check
+from k3jax.cli.options import MOST_ROUNDS, at_least, check, in_memory, rounds, workers, writable
+from k3jax.values import PathText
+
+MOST_ROWS = 4096  # of a decoding step
 
 
 @dataclass(frozen=True)
 class BenchConvert:
     """Compare import and export of a made-up checkpoint with `cp`: rates and memory."""
 
-    folder: str = "."
+    folder: PathText = "."
     """Where to make it; three times its size must be free, and six with --dequantized."""
     gib: float = 8.0
     """Size of the checkpoint; 0 leaves the rates out."""
@@ -30,18 +34,21 @@ class BenchConvert:
     """Check the headers of the whole Kimi K3, too."""
     kills: int = 0
     """Kill import and export this often, and compare what they end with."""
-    out: str | None = None
+    out: PathText | None = None
     """JSON file to write."""
 
     def run(self) -> None:
-        folder = Path(self.out or "").parent
         check(
             ("folder", self.folder, Path(self.folder).is_dir(), "a folder that exists"),
             ("gib", self.gib, self.gib >= 0, "0 or more"),
-            ("kills", self.kills, self.kills >= 0, "0 or more"),
-            ("repeats", self.repeats, self.repeats >= 1, "at least 1"),
-            ("out", self.out, folder.is_dir(), f"in a folder that exists, {folder} does not"),
+            *rounds(repeats=self.repeats),
+            ("kills", self.kills, 0 <= self.kills <= MOST_ROUNDS, f"from 0 to {MOST_ROUNDS:,}"),
+            writable("out", self.out),
         )
+        free = shutil.disk_usage(self.folder).free / 2**30
+        copies = 6 if self.dequantized else 3
+        room = f"at most 1/{copies} of the {free:.3g} GiB that are free in --folder {self.folder}"
+        check(("gib", self.gib, copies * self.gib <= free, room))
         from k3jax.bench import convert
 
         _hand_over(convert, convert.run(self), self.out)
@@ -51,8 +58,8 @@ class BenchConvert:
 class BenchData:
     """Measure making a tokenised corpus and reading packed rows: rates, memory, and how full the rows are."""
 
-    folder: str = "."
-    """Where to make both; one and a half times their sizes must be free."""
+    folder: PathText = "."
+    """Where to make both; three times --mb and one and a half times --gib must be free."""
     mb: float = 100.0
     """Input of each kind, texts and conversations, in 10^6 bytes; 0 leaves making out."""
     gib: float = 2.0
@@ -61,21 +68,24 @@ class BenchData:
     """Processes that make; 0 for one a core."""
     seconds: float = 10.0
     """How long to read."""
-    tokenizer: str | None = None
+    tokenizer: PathText | None = None
     """Folder of a tokenizer's files; one of 16,384 tokens is made without."""
-    out: str | None = None
+    out: PathText | None = None
     """JSON file to write."""
 
     def run(self) -> None:
-        folder = Path(self.out or "").parent
         check(
             ("folder", self.folder, Path(self.folder).is_dir(), "a folder that exists"),
             ("mb", self.mb, self.mb >= 0, "0 or more"),
             ("gib", self.gib, self.gib >= 0, "0 or more"),
-            ("workers", self.workers, self.workers >= 0, "0 or more"),
+            workers(self.workers),
             ("seconds", self.seconds, self.seconds > 0, "above 0"),
-            ("out", self.out, folder.is_dir(), f"in a folder that exists, {folder} does not"),
+            ("tokenizer", self.tokenizer, self.tokenizer is None or Path(self.tokenizer).is_dir(), "a folder that exists"),
+            writable("out", self.out),
         )
+        free, needed = shutil.disk_usage(self.folder).free, 3e6 * self.mb + 1.5 * 2**30 * self.gib
+        room = f"smaller: --mb and --gib take {needed / 1e9:.3g} GB, {free / 1e9:.3g} GB are free in --folder {self.folder}"
+        check(("mb", self.mb, 3e6 * self.mb <= free, room), ("gib", self.gib, needed <= free, room))
         from k3jax.bench import data
 
         options = dataclasses.replace(self, workers=self.workers or os.cpu_count() or 1)
@@ -104,21 +114,24 @@ class BenchKda:
     """Tokens that the growth of time and memory is measured to, a multiple of 64; 0 leaves it out."""
     decode_batch: int = 16
     """Rows of a decode step, 96 heads each; 0 leaves it out."""
-    out: str | None = None
+    out: PathText | None = None
     """JSON file to write."""
 
     def run(self) -> None:
-        tokens, long, folder = self.tokens, self.long_tokens, Path(self.out or "").parent
+        tokens, long, batch = self.tokens, self.long_tokens, self.decode_batch
         check(
             ("tokens", tokens, tokens > 0 and tokens % 64 == 0, "a positive multiple of 64"),
-            ("heads", self.heads, self.heads >= 1, "at least 1"),
-            ("batch", self.batch, self.batch >= 1, "at least 1"),
-            ("key-dim", self.key_dim, self.key_dim >= 1, "at least 1"),
-            ("value-dim", self.value_dim, self.value_dim >= 1, "at least 1"),
-            ("repeats", self.repeats, self.repeats >= 1, "at least 1"),
+            *at_least(1, heads=self.heads, batch=self.batch, key_dim=self.key_dim, value_dim=self.value_dim),
+            *rounds(repeats=self.repeats),
             ("long-tokens", long, long >= 0 and long % 64 == 0, "a multiple of 64, or 0"),
-            ("decode-batch", self.decode_batch, self.decode_batch >= 0, "0 or more"),
-            ("out", self.out, folder.is_dir(), f"in a folder that exists, {folder} does not"),
+            *at_least(0, decode_batch=batch),
+            writable("out", self.out),
+        )
+        a_token = 4 * self.batch * self.heads * (3 * self.key_dim + 2 * self.value_dim)
+        check(
+            in_memory("tokens", tokens, a_token * tokens),
+            in_memory("long-tokens", long, a_token * long),
+            in_memory("decode-batch", batch, 4 * batch * 96 * 128 * 128),
         )
         _compile_anew()
         from k3jax.bench import kda
@@ -142,19 +155,23 @@ class BenchMoe:
     """Hidden units of an expert."""
     repeats: int = 3
     """Rounds; each times every form."""
-    out: str | None = None
+    out: PathText | None = None
     """JSON file to write."""
 
     def run(self) -> None:
-        folder = Path(self.out or "").parent
         even = self.tokens * self.active % max(self.experts, 1) == 0
         check(
-            *((name, getattr(self, name), getattr(self, name) >= 1, "at least 1") for name in ("experts", "latent")),
-            ("width", self.width, self.width >= 1, "at least 1"),
+            *at_least(1, experts=self.experts, latent=self.latent, width=self.width),
             ("active", self.active, 1 <= self.active < self.experts, f"from 1 to {self.experts - 1}, fewer than experts"),
             ("tokens", self.tokens, self.tokens >= 1 and even, "such that tokens * active is a multiple of experts"),
-            ("repeats", self.repeats, self.repeats >= 1, "at least 1"),
-            ("out", self.out, folder.is_dir(), f"in a folder that exists, {folder} does not"),
+            *rounds(repeats=self.repeats),
+            writable("out", self.out),
+        )
+        # Every expert on every token is what takes most.
+        an_expert = 4 * (self.latent + self.width)
+        check(
+            in_memory("experts", self.experts, 3 * 4 * self.experts * self.latent * self.width),
+            in_memory("tokens", self.tokens, an_expert * self.experts * self.tokens),
         )
         from k3jax.bench import moe
 
@@ -168,25 +185,26 @@ class BenchStep:
     Settings of the file are changed as key=value: python -m k3jax bench step data.seq_len=256
     """
 
-    config: str = "configs/midsize.py"
-    """Python file that defines `config`, a k3jax.run_config.RunConfig. Its data and mesh do not matter."""
+    config: PathText | None = None
+    """Python file that defines `config`, a k3jax.run_config.RunConfig. Its data and mesh do not matter. None: midsize."""
     repeats: int = 3
     """Rounds."""
     decode_batch: int = 16
     """Rows of a decoding step; 0 leaves it out."""
-    out: str | None = None
+    out: PathText | None = None
     """JSON file to write."""
 
     def run(self, overrides: Sequence[str] = ()) -> None:
-        folder = Path(self.out or "").parent
+        most = f"from 0 to {MOST_ROWS:,}"
         check(
-            ("repeats", self.repeats, self.repeats >= 1, "at least 1"),
-            ("decode-batch", self.decode_batch, self.decode_batch >= 0, "0 or more"),
-            ("out", self.out, folder.is_dir(), f"in a folder that exists, {folder} does not"),
+            *rounds(repeats=self.repeats),
+            ("decode-batch", self.decode_batch, 0 <= self.decode_batch <= MOST_ROWS, most),
+            writable("out", self.out),
         )
         from k3jax import run_config
 
-        config = run_config.apply_overrides(run_config.load_config(self.config), overrides)
+        path = self.config or run_config.CONFIGS / "midsize.py"
+        config = run_config.apply_overrides(run_config.load_config(path), overrides)
         dataclasses.replace(config, mesh=run_config.MeshConfig(), cpu_devices=0).validate()
         _compile_anew()
         from k3jax.bench import step
@@ -201,24 +219,21 @@ class BenchStrategies:
     Settings of the file are changed as key=value: python -m k3jax bench strategies data.seq_len=256
     """
 
-    config: str = "configs/quickstart.py"
-    """Python file that defines `config`, a k3jax.run_config.RunConfig. Its mesh does not matter."""
-    strategies: str = ""
-    """Strategies, separated by commas; all of configs/strategies if empty."""
+    config: PathText | None = None
+    """Python file that defines `config`, a k3jax.run_config.RunConfig. Its mesh does not matter. None: the quickstart."""
+    strategies: str | None = None
+    """Strategies, separated by commas. None: all of configs/strategies."""
     steps: int = 5
     """Rounds; each times every strategy."""
-    out: str | None = None
+    out: PathText | None = None
     """JSON file to write."""
 
     def run(self, overrides: Sequence[str] = ()) -> None:
-        folder = Path(self.out or "").parent
-        check(
-            ("steps", self.steps, self.steps >= 1, "at least 1"),
-            ("out", self.out, folder.is_dir(), f"in a folder that exists, {folder} does not"),
-        )
+        check(*rounds(steps=self.steps), writable("out", self.out))
         from k3jax import run_config, runtime
 
-        config = run_config.apply_overrides(run_config.load_config(self.config), overrides)
+        path = self.config or run_config.CONFIGS / "quickstart.py"
+        config = run_config.apply_overrides(run_config.load_config(path), overrides)
         names = self.strategies.split(",") if self.strategies else run_config.strategy_names()
         meshes = {name: run_config.load_strategy(name) for name in names}
         if config.processes.count > 1:

@@ -7,10 +7,19 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Literal
 
-from tyro.conf import Positional, subcommand
+from tyro.conf import Positional, UseAppendAction, subcommand
 
-from k3jax.cli.options import check
+from k3jax.cli.options import at_least, check
+from k3jax.paths import check_kind
 from k3jax.run_config import ProcessesConfig
+from k3jax.values import PathText, Seed
+
+MOST_EXPERTS = 2**16  # that are made up for a layer: each has tensors of its own
+
+
+def _bytes(name: str, value: float, unit: int):
+    """For `check`: an amount that is at least a byte."""
+    return name, value, value * unit >= 1, "above 0"
 
 
 @dataclass(frozen=True)
@@ -20,9 +29,9 @@ class Import:
     Goes on where the same command was stopped, by whatever. Several processes, one a host as a rule, share the pieces.
     """
 
-    source: Positional[str]
+    source: Positional[PathText]
     """Folder of the released layout."""
-    destination: Positional[str]
+    destination: Positional[PathText]
     """Folder to write, which all processes see."""
     experts: Literal["dequantized", "packed"] = "dequantized"
     """MXFP4 experts as bfloat16, which training needs, or as they are stored."""
@@ -30,14 +39,15 @@ class Import:
     """Only the first layers, for experiments; only the shards that hold them need to be there."""
     memory_gib: float = 2.0
     """Most memory for data on its way, in each process."""
+    allow_nonfinite: UseAppendAction[tuple[str, ...]] = ()
+    """Take a tensor that holds NaN or infinity as it is: its released name, or a pattern such as *.A_log; again for each
+    further one."""
     processes: ProcessesConfig = ProcessesConfig()
 
     def run(self) -> None:
-        check(
-            ("layers", self.layers, self.layers is None or self.layers >= 1, "at least 1"),
-            ("memory-gib", self.memory_gib, self.memory_gib > 0, "above 0"),
-        )
+        check(*at_least(1, layers=self.layers), _bytes("memory-gib", self.memory_gib, 2**30))
         self.processes.validate()
+        check_kind(self.source)
         from k3jax import runtime
 
         runtime.setup(processes=self.processes)
@@ -45,7 +55,7 @@ class Import:
 
         options = {"experts": self.experts, "layers": self.layers, "memory": int(self.memory_gib * 2**30)}
         with runtime.ending_together():
-            convert.import_checkpoint(self.source, self.destination, **options)
+            convert.import_checkpoint(self.source, self.destination, allow_nonfinite=self.allow_nonfinite, **options)
 
 
 @dataclass(frozen=True)
@@ -55,9 +65,9 @@ class Export:
     Goes on where the same command was stopped, by whatever.
     """
 
-    source: Positional[str]
+    source: Positional[PathText]
     """Checkpoint of a run or an import: its step folder, or a run folder for its newest one."""
-    destination: Positional[str]
+    destination: Positional[PathText]
     """Folder to write."""
     shard_gb: float = 5.0
     """Largest shard, in 10^9 bytes."""
@@ -65,10 +75,8 @@ class Export:
     """Most memory for data on its way."""
 
     def run(self) -> None:
-        check(
-            ("shard-gb", self.shard_gb, self.shard_gb > 0, "above 0"),
-            ("memory-gib", self.memory_gib, self.memory_gib > 0, "above 0"),
-        )
+        check(_bytes("shard-gb", self.shard_gb, 10**9), _bytes("memory-gib", self.memory_gib, 2**30))
+        check_kind(self.source)
         from k3jax import runtime
 
         runtime.setup()
@@ -89,24 +97,25 @@ class Synthesize:
     Goes on where the same command was stopped, by whatever.
     """
 
-    config: Positional[str]
+    config: Positional[PathText]
     """A released config.json or its folder, or a Python file that defines `model`."""
-    destination: Positional[str]
+    destination: Positional[PathText]
     """Folder to write."""
     layers: int | None = None
     """Only the first layers."""
     num_experts: int | None = None
     """Another number of routed experts a layer."""
-    seed: int = 0
+    seed: Seed = 0
     """Of the weights."""
     shard_gb: float = 5.0
     """Largest shard, in 10^9 bytes."""
 
     def run(self) -> None:
+        experts = self.num_experts is None or 1 <= self.num_experts <= MOST_EXPERTS
         check(
-            ("layers", self.layers, self.layers is None or self.layers >= 1, "at least 1"),
-            ("seed", self.seed, self.seed >= 0, "0 or more"),
-            ("shard-gb", self.shard_gb, self.shard_gb > 0, "above 0"),
+            *at_least(1, layers=self.layers),
+            ("num-experts", self.num_experts, experts, f"from 1 to {MOST_EXPERTS:,}"),
+            _bytes("shard-gb", self.shard_gb, 10**9),
         )
         from k3jax.run_config import load_model
 
@@ -137,20 +146,25 @@ class Convert:
 
 @dataclass(frozen=True)
 class Inspect:
-    """Say what a configuration or checkpoint holds, of which only headers are read."""
+    """Say what a configuration or checkpoint holds, of which only headers are read; exits with 2 if something is wrong."""
 
-    path: Positional[str]
+    path: Positional[PathText]
     """A released config.json, a folder of the released layout, or the checkpoint of a run or an import."""
     tensor: str | None = None
     """Statistics of one tensor, which is read: its released name, or in a run's checkpoint a leaf's dotted path."""
 
     def run(self) -> None:
+        check_kind(self.path)
         path = Path(self.path)
         if path.is_dir() and not (path / "config.json").is_file():
-            from k3jax.train import inspect
-
-            print(inspect.report(path) if self.tensor is None else inspect.tensor_report(path, self.tensor))
+            from k3jax.train.inspect import report, tensor_report
         else:
-            from k3jax.hf import inspect, statistics
-
-            print(inspect.report(path) if self.tensor is None else statistics.tensor_report(path, self.tensor))
+            from k3jax.hf.inspect import report
+            from k3jax.hf.statistics import tensor_report
+        if self.tensor is not None:
+            print(tensor_report(path, self.tensor))
+            return
+        found = report(path)
+        print(found, flush=True)
+        if problems := len(found.problems):
+            raise ValueError(f"{path}: {problems} problem{'s'[: problems != 1]}, see the last line of the report")

@@ -9,17 +9,19 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
-import tyro
 from tyro.conf import Positional, subcommand
 
-from k3jax.cli.options import check
+from k3jax.cli.options import at_least, check, workers
+from k3jax.values import PathText, Seed
 
 
-@dataclass(frozen=True)
-class Reading:
+@dataclass(frozen=True, kw_only=True)
+class _Reading:
     """How documents become rows."""
 
-    tokenizer: str | None = None
+    paths: Positional[tuple[PathText, ...]]
+    """Sources: files, folders or globs of plain text, *.jsonl, *.jsonl.gz and *.parquet."""
+    tokenizer: PathText | None = None
     """Folder with the tokenizer's files: of the released layout, a run, an import. Without: a token is a byte."""
     seq_len: int = 4096
     """Tokens of a row, data.seq_len of the runs."""
@@ -34,14 +36,14 @@ class Reading:
     workers: int = 0
     """Processes; 0 for one a core."""
 
-    def options(self, paths: tuple[str, ...]) -> dict:
+    def options(self) -> dict:
         """Arguments for those who read `paths`."""
-        if not paths:
+        if not self.paths:
             raise ValueError("paths: none given, must be at least one")
         check(
-            ("seq-len", self.seq_len, self.seq_len >= 1, "at least 1"),
+            *at_least(1, seq_len=self.seq_len),
             ("held-out", self.held_out, 0 <= self.held_out < 1, "at least 0 and below 1"),
-            ("workers", self.workers, self.workers >= 0, "0 or more"),
+            workers(self.workers),
         )
         from k3jax.data.encoding import Encoding
 
@@ -53,21 +55,18 @@ class Reading:
         }
 
 
-@dataclass(frozen=True)
-class Tokenize:
+@dataclass(frozen=True, kw_only=True)
+class Tokenize(_Reading):
     """Make a tokenised corpus of packed rows.
 
     Goes on where the same command was stopped, by whatever.
     """
 
-    out: Positional[str]
+    out: Positional[PathText]
     """Folder to write."""
-    paths: Positional[tuple[str, ...]]
-    """Sources: files, folders or globs of plain text, *.jsonl, *.jsonl.gz and *.parquet."""
-    reading: Annotated[Reading, tyro.conf.arg(name="")] = Reading()
 
     def run(self) -> None:
-        options = self.reading.options(self.paths)
+        options = self.options()
         from k3jax.data import inspect, tokenize
 
         with _bar() as report:
@@ -79,7 +78,7 @@ class Tokenize:
 class InspectCorpus:
     """Say what a tokenised corpus holds: sources, counts, the share that is learnt, how full the rows are."""
 
-    path: Positional[str]
+    path: Positional[PathText]
     """Folder of the corpus."""
     contents: bool = False
     """Read every file and compare it with its checksum."""
@@ -90,28 +89,24 @@ class InspectCorpus:
         print(inspect.report(self.path, self.contents))
 
 
-@dataclass(frozen=True)
-class Show:
+@dataclass(frozen=True, kw_only=True)
+class Show(_Reading):
     """Print some training rows decoded: learnt tokens in colour, or in brackets where there is none."""
 
-    paths: Positional[tuple[str, ...]]
+    paths: Positional[tuple[PathText, ...]]
     """Tokenised corpora, which are shown as they were made, or sources as of `tokenize`."""
-    reading: Annotated[Reading, tyro.conf.arg(name="")] = Reading()
     rows: int = 2
     """How many of each source."""
     side: Literal["train", "held_out"] = "train"
     """Which rows."""
-    seed: int = 0
+    seed: Seed = 0
     """Of their order."""
     color: Literal["auto", "always", "never"] = "auto"
     """Colours; auto: in a terminal."""
 
     def run(self) -> None:
-        options = self.reading.options(self.paths)
-        check(
-            ("rows", self.rows, self.rows >= 1, "at least 1"),
-            ("seed", self.seed, self.seed >= 0, "0 or more"),
-        )
+        options = self.options()
+        check(*at_least(1, rows=self.rows))
         from k3jax.data import corpus, inspect, open as data
 
         color = self.color == "always" or (self.color == "auto" and sys.stdout.isatty())

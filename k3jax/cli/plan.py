@@ -5,10 +5,12 @@ from __future__ import annotations
 import dataclasses
 import sys
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Literal
 
-from k3jax.cli.options import check
+from k3jax.cli.options import at_least, check, writable
+from k3jax.values import LARGEST, PathText, parse, shown
+
+MOST_DEVICES = 2**20
 
 
 @dataclass(frozen=True)
@@ -19,7 +21,7 @@ class Plan:
     All of them, the fastest first: python -m k3jax plan --search --report plan.html
     """
 
-    config: str | None = None
+    config: PathText | None = None
     """Python file that defines `model`, or a released config.json. None: Kimi K3."""
     workload: Literal["train", "decode", "prefill"] = "train"
     """What one step does."""
@@ -59,28 +61,29 @@ class Plan:
     """Seconds, after which the compiler is stopped."""
     aot_quick: bool = False
     """Compile at a lower level, in about a third of the time: memory is the same within a tenth, collectives may differ."""
-    json: str | None = None
+    json: PathText | None = None
     """JSON file to write."""
-    csv: str | None = None
+    csv: PathText | None = None
     """CSV file to write: every strategy that was considered and fits."""
-    png: str | None = None
+    png: PathText | None = None
     """Picture to write: step time against memory of all that fit."""
-    report: str | None = None
+    report: PathText | None = None
     """Web page to write, complete in one file."""
 
     def run(self) -> None:
-        files = ((name, getattr(self, name)) for name in ("json", "csv", "png", "report"))
         check(
-            ("devices", self.devices, self.devices >= 1, "at least 1"),
+            ("devices", self.devices, 1 <= self.devices <= MOST_DEVICES, f"from 1 to {MOST_DEVICES:,}"),
+            *at_least(1, batch=self.batch, sequence=self.sequence, grad_accum=self.grad_accum),
+            *at_least(1, context=self.context, piece=self.piece),
             ("price", self.price, self.price is None or self.price > 0, "positive"),
             ("aot", self.aot, self.aot is None or not self.preset, "left out with --preset"),
-            ("aot-top", self.aot_top, self.aot_top >= 1, "at least 1"),
-            ("aot-timeout", self.aot_timeout, self.aot_timeout >= 1, "at least 1"),
-            *((name, path, Path(path or "").parent.is_dir(), "in a folder that exists") for name, path in files),
+            *at_least(1, aot_top=self.aot_top, aot_timeout=self.aot_timeout),
+            *(writable(name, getattr(self, name)) for name in ("json", "csv", "png", "report")),
         )
+        mesh = None if self.search or self.preset else mesh_of(self.mesh)
         from k3jax.plan import answer
 
-        answers = self._answers()
+        answers = self._answers(mesh)
         print("\n\n".join(map(answer.table, answers)), flush=True)
         chosen = [p for found in answers for p in (found.found.ranked if found.found else found.chosen)]
         if self.json:
@@ -100,31 +103,30 @@ class Plan:
         if wrong := [found.text for found in answers if not self.preset and not all(p.fits for p in found.chosen)]:
             raise ValueError(f"does not fit: {'; '.join(wrong)}")
 
-    def _answers(self):
+    def _answers(self, mesh):
         from k3jax.plan import answer, hardware, presets
         from k3jax.plan.setting import Serve, Train
-        from k3jax.run_config import STRATEGIES, load_model
+        from k3jax.run_config import CONFIGS, load_model
 
         if self.preset:
             return presets.PRESETS[self.preset](self.price)
         device = hardware.find(self.hardware)
-        model = load_model(self.config or STRATEGIES.parent / "kimi_k3.py")
+        model = load_model(self.config or CONFIGS / "kimi_k3.py")
+        most = model.max_position_embeddings
         if self.workload == "train":
+            tokens = f"such that a step has at most {LARGEST} tokens, with --sequence {self.sequence}"
+            check(
+                ("sequence", self.sequence, self.sequence <= most, f"at most {most}"),
+                ("batch", self.batch, self.batch * self.sequence <= LARGEST, tokens),
+            )
             workload = Train(self.batch, self.sequence, self.qat, self.remat, self.grad_accum)
         else:
-            check(
-                (
-                    "context",
-                    self.context,
-                    self.context <= model.max_position_embeddings,
-                    f"at most {model.max_position_embeddings}",
-                )
-            )
+            check(("context", self.context, self.context <= most, f"at most {most}"))
             workload = Serve(self.workload, self.batch, self.context, self.piece, self.experts)
-        if self.search:
+        if mesh is None:
             found = answer.best(model, workload, device, self.devices, self.price)
         else:
-            found = answer.one(model, workload, device, self.devices, mesh_of(self.mesh), self.price)
+            found = answer.one(model, workload, device, self.devices, mesh, self.price)
         return [self._compiled(model, found) if self.aot else found]
 
     def _compiled(self, model, found):
@@ -146,7 +148,7 @@ def mesh_of(text: str):
     """The mesh of axis=size,... or of a strategy's name.
 
     Raises:
-        ValueError: an unknown axis, or a size that is no number.
+        ValueError: an unknown axis, one given twice, or a size that is no number.
     """
     from k3jax.run_config import MeshConfig, load_strategy
 
@@ -156,8 +158,12 @@ def mesh_of(text: str):
     for part in text.split(","):
         axis, _, size = part.partition("=")
         if axis not in vars(MeshConfig()):
-            raise ValueError(f"--mesh {text}: {axis!r} is no axis, must be one of {', '.join(vars(MeshConfig()))}")
-        if not size.removeprefix("-").isdecimal():
-            raise ValueError(f"--mesh {text}: {axis} must be a number")
-        sizes[axis] = int(size)
+            axes = ", ".join(vars(MeshConfig()))
+            raise ValueError(f"--mesh {shown(text)}: {axis!r} is no axis, must be one of {axes}")
+        if axis in sizes:
+            raise ValueError(f"--mesh {shown(text)}: {axis} is given twice")
+        try:
+            sizes[axis] = parse(int, size)
+        except ValueError as error:
+            raise ValueError(f"--mesh {shown(text)}: {axis} must be {error}") from None
     return MeshConfig(**sizes)

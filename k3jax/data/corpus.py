@@ -24,6 +24,7 @@ from typing import Any
 import numpy as np
 from array_record.python.array_record_module import ArrayRecordReader, ArrayRecordWriter
 
+from k3jax import strict_json
 from k3jax.data.encoding import Encoding, Tokens
 
 INDEX = "corpus.json"
@@ -232,7 +233,7 @@ def open_corpus(folder: str | Path) -> Corpus:
     folder = Path(folder)
     file = folder / INDEX
     try:
-        index = json.loads(file.read_bytes())
+        index = strict_json.loads(file.read_bytes())
     except FileNotFoundError:
         raise ValueError(f"{folder}: not a tokenised corpus, {INDEX} is missing; `k3jax data tokenize` makes one, or goes on") from None
     except (OSError, ValueError) as error:

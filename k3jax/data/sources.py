@@ -18,6 +18,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from k3jax import strict_json
+from k3jax.paths import check_kind, expand
+
 TEXT_BYTES = 4 << 20
 """A plain text longer than this is read as documents of about this size, cut after a line."""
 _LINE_BYTES = 1 << 16  # a line's end is looked for so far, then text is cut after a character
@@ -56,11 +59,15 @@ def files_of(entry: str, key: str = "data.paths", skip: Iterable[str] = ()) -> l
         >>> files_of("k3jax/data/*.py")[0].name
         '__init__.py'
     """
-    pattern = os.path.abspath(os.path.expanduser(entry))
+    if not entry.strip():
+        raise ValueError(f"{key}: {entry!r} must be the name of a file or folder, or a glob")
+    pattern = os.path.abspath(expand(entry))
     # A name that exists is taken as it is, glob characters and all.
     matches = [pattern] if os.path.exists(pattern) else glob.glob(pattern, recursive=True)
     if not matches:
         raise ValueError(f"{key}: {entry!r} matches no file or folder (looked for {pattern})")
+    for match in matches:
+        check_kind(match)
     found = [file for match in matches for file in (_walk(match, skip) if os.path.isdir(match) else [Path(match)])]
     by_identity = {os.path.realpath(file): file for file in sorted(found, reverse=True)}
     return sorted(by_identity.values())
@@ -164,8 +171,8 @@ def _lines(span: Span) -> Iterator[Document]:
 
 def _document(file: str, at: int, line: bytes) -> Document:
     try:
-        record = json.loads(line)
-    except (ValueError, RecursionError) as error:
+        record = strict_json.loads(line)
+    except ValueError as error:
         raise ValueError(f"{_where(file, at)}: not JSON ({error})") from None
     match record:
         case {"messages": messages} if messages is not None:
@@ -182,7 +189,7 @@ def _document(file: str, at: int, line: bytes) -> Document:
 def _conversation(file: str, at: int, messages, tools) -> Document:
     if isinstance(tools, str):
         try:
-            tools = json.loads(tools)
+            tools = strict_json.loads(tools)
         except ValueError as error:
             raise ValueError(f"{_where(file, at)}: tools: not JSON ({error})") from None
     content = json.dumps([messages, tools], sort_keys=True)
@@ -223,7 +230,7 @@ def _row(file: str, at: int, record: dict) -> Document:
         messages = record["messages"]
         if isinstance(messages, str):
             try:
-                messages = json.loads(messages)
+                messages = strict_json.loads(messages)
             except ValueError as error:
                 raise ValueError(f"{_where(file, at)}: messages: not JSON ({error})") from None
         return _conversation(file, at, _without_none(messages), _without_none(record.get("tools")))

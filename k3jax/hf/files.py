@@ -5,13 +5,11 @@ from __future__ import annotations
 import contextlib
 import gc
 import hashlib
-import json
 import math
 import os
 import re
 import stat
 import weakref
-from collections import Counter
 from collections.abc import Container, Iterable, Iterator
 from dataclasses import dataclass
 from functools import cache
@@ -20,6 +18,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from k3jax import strict_json
 from k3jax.config import ModelConfig
 from k3jax.hf.names import DTYPES, table
 
@@ -83,7 +82,7 @@ class Shard:
             raise ValueError(f"header length {length:,} in a file of {size:,} bytes")
         text = bytearray(length)
         self.read_into(8, memoryview(text))
-        tensors = json.loads(text, object_pairs_hook=unique)
+        tensors = strict_json.loads(text)
         if not isinstance(tensors, dict):
             raise ValueError("the header is not a JSON object")
         tensors.pop("__metadata__", None)
@@ -163,7 +162,7 @@ def open_checkpoint(path: str | Path, wanted: Container[str] | None = None) -> C
                 shards[shard] = Shard(path / shard)
         except FileNotFoundError:
             problems[shard] = "the index names this shard, but there is no such file"
-        except (OSError, ValueError, RecursionError) as error:
+        except (OSError, ValueError) as error:
             problems[shard] = f"the shard is cut short or damaged ({error}); fetch it again"
         else:
             for name, header in shards[shard].headers.items():
@@ -205,7 +204,8 @@ def check(cfg: ModelConfig, checkpoint: Checkpoint, of: ModelConfig | None = Non
     if of is not None:
         known |= released_names(of)
     for name in headers.keys() - known - problems.keys():
-        problems[name] = "not a tensor of this model"
+        if headers[name].bytes:  # else without values, as other programs keep of parts of width 0
+            problems[name] = "not a tensor of this model"
     return problems
 
 
@@ -258,15 +258,6 @@ def bits(dtype: str) -> int:
     return int(found[1] or 8)
 
 
-def unique(pairs: list[tuple[str, object]]) -> dict:
-    """A JSON object whose keys are all different, for `json.loads`."""
-    found = dict(pairs)
-    if len(found) < len(pairs):
-        twice, _ = Counter(key for key, _ in pairs).most_common(1)[0]
-        raise ValueError(f"{twice} is listed twice")
-    return found
-
-
 @contextlib.contextmanager
 def _no_collection() -> Iterator[None]:
     """No search for garbage, of which a header has none: with a million new objects it takes half of the time."""
@@ -297,12 +288,12 @@ def _read_index(path: Path) -> dict:
     """Content of the index, or {} for a folder with a single shard and no index."""
     file = path / INDEX
     try:
-        index = json.loads(file.read_bytes(), object_pairs_hook=unique)
+        index = strict_json.loads(file.read_bytes())
     except FileNotFoundError:
         if (path / SINGLE).is_file():
             return {}
         raise CheckpointError(f"{path}: found neither {INDEX} nor {SINGLE}") from None
-    except (OSError, ValueError, RecursionError) as error:
+    except (OSError, ValueError) as error:
         raise CheckpointError(f"{file}: not readable as JSON ({error})") from None
     weight_map = index.get("weight_map") if isinstance(index, dict) else None
     if not isinstance(weight_map, dict) or not all(isinstance(shard, str) for shard in weight_map.values()):

@@ -15,6 +15,16 @@ from k3jax.hf.names import table
 STRANGE = "not of this model"
 
 
+class Report(NamedTuple):
+    """What a checkpoint holds in words, whose last line tells the problems; and these, by the name of what they are with."""
+
+    text: str
+    problems: dict[str, str]
+
+    def __str__(self) -> str:
+        return self.text
+
+
 class Tensor(NamedTuple):
     """One tensor or array of a checkpoint; `part` of the model, and the model parameters that it holds."""
 
@@ -42,23 +52,26 @@ class _Part:
         return f"{self.tensors:>9,}{self.parameters:>20,}{self.bytes:>20,}  {types}".rstrip()
 
 
-def report(path: str | Path) -> str:
+def report(path: str | Path) -> Report:
     """A text table of a released checkpoint: family, layers, parameters and bytes by part, problems.
 
-    Reads headers only, so it takes seconds at any size; of a `config.json` alone it says what a checkpoint would hold.
+    Reads headers only, so it takes seconds at any size; of a `config.json` itself it says what a checkpoint would hold.
     Raises `ValueError` if the folder has no readable config or index; anything else that is wrong becomes the last line.
 
     Example:
-        >>> print(report("checkpoint").splitlines()[-1])
-        problems    none
+        >>> print(report("checkpoint"))
+        >>> report("checkpoint").problems
+        {}
     """
     path = Path(path)
     cfg = ModelConfig.from_hf(path)
     leaf_of = {name: leaf for leaf in table(cfg) for r in range(leaf.repeats) for name in leaf.names(r)}
-    folder = path if path.is_dir() else path.parent
-    if path.is_file() or not ((folder / INDEX).exists() or (folder / SINGLE).exists()):
+    notes, problems, found = [], {}, {}
+    if path.is_file():
         found = {name: Header(leaf.dtype, leaf.stored) for name, leaf in leaf_of.items()}
-        title, notes, problems = f"config      {path}: what its checkpoint holds", [], {}
+        title = f"config      {path}: what its checkpoint holds"
+    elif not ((path / INDEX).exists() or (path / SINGLE).exists()):
+        title, problems = f"checkpoint  {path}: 0 shards", {str(path): f"found neither {INDEX} nor {SINGLE}"}
     else:
         checkpoint = open_checkpoint(path)
         problems = check(cfg, checkpoint)
@@ -66,7 +79,8 @@ def report(path: str | Path) -> str:
         title = f"checkpoint  {path}: {len(checkpoint.shards)} shards"
         total = sum(header.bytes for header in found.values())
         claimed = checkpoint.index.get("metadata", {}).get("total_size", total)
-        notes = [f"index       says total_size {claimed:,}, the shards hold {total:,}"] if claimed != total else []
+        if claimed != total:
+            notes = [f"index       says total_size {claimed:,}, the shards hold {total:,}"]
     tensors = (
         Tensor(name, header, leaf.part, leaf.tensor_parameters)
         if (leaf := leaf_of.get(name))
@@ -79,8 +93,8 @@ def report(path: str | Path) -> str:
 
 def layout(
     cfg: ModelConfig, title: str, stored: str, tensors: Iterable[Tensor], notes: Sequence[str], problems: dict[str, str]
-) -> str:
-    """The text of a report; `stored`: how the routed experts are, `title` and `notes`: lines of their own."""
+) -> Report:
+    """The report; `stored`: how the routed experts are, `title` and `notes`: lines of their own."""
     tensors = list(tensors)
     parts = {leaf.part: _Part() for leaf in table(cfg)}
     whole = _Part()
@@ -91,23 +105,22 @@ def layout(
     size = f"{cfg.num_parameters:,} text parameters, {cfg.num_active_parameters:,} active a token"
     moe = f"{cfg.num_experts_per_token} of {cfg.num_experts} routed, {cfg.num_shared_experts} shared"
     largest = sorted(tensors, key=lambda tensor: (-tensor.header.bytes, tensor.name))[:5]
-    return "\n".join(
-        [
-            title,
-            f"family      {cfg.model_type}, {size}",
-            f"layers      {cfg.num_hidden_layers}: {_schedule(cfg)}",
-            f"experts     {moe}; {stored}",
-            "",
-            f"{'part':<18}{'tensors':>9}{'parameters':>20}{'bytes':>20}  types",
-            *(f"{name:<18}{part}" for name, part in (parts | {"all": whole}).items()),
-            "",
-            "largest tensors",
-            *(f"{tensor.header.bytes:>18,}  {tensor.name} {list(tensor.header.shape)}" for tensor in largest),
-            "",
-            *notes,
-            f"problems    {describe(problems) if problems else 'none'}",
-        ]
-    )
+    lines = [
+        title,
+        f"family      {cfg.model_type}, {size}",
+        f"layers      {cfg.num_hidden_layers}: {_schedule(cfg)}",
+        f"experts     {moe}; {stored}" if cfg.has_experts else "experts     none",
+        "",
+        f"{'part':<18}{'tensors':>9}{'parameters':>20}{'bytes':>20}  types",
+        *(f"{name:<18}{part}" for name, part in (parts | {"all": whole}).items()),
+        "",
+        "largest tensors",
+        *(f"{tensor.header.bytes:>18,}  {tensor.name} {list(tensor.header.shape)}" for tensor in largest),
+        "",
+        *notes,
+        f"problems    {describe(problems) if problems else 'none'}",
+    ]
+    return Report("\n".join(lines), problems)
 
 
 def _schedule(cfg: ModelConfig) -> str:

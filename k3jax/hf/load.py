@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Sequence
+from fnmatch import fnmatchcase
 from functools import partial
 from pathlib import Path
 from typing import Literal
@@ -13,9 +15,10 @@ import numpy as np
 from flax.traverse_util import flatten_dict, unflatten_dict
 
 from k3jax.config import MX_BLOCK, ModelConfig
-from k3jax.hf.files import Checkpoint, CheckpointError, check, describe, open_checkpoint
-from k3jax.hf.names import DTYPES, NAN_SCALE, Leaf, table
-from k3jax.hf.pieces import Box, Pieced, boxes, piece_shape, sizes, spans
+from k3jax.hf.files import Checkpoint, CheckpointError, check, describe, open_checkpoint, released_names
+from k3jax.hf.finite import not_finite
+from k3jax.hf.names import DTYPES, Leaf, table
+from k3jax.hf.pieces import PIECE_BYTES, Box, Pieced, boxes, piece_shape, sizes, spans
 from k3jax.ops import mx
 
 
@@ -25,6 +28,7 @@ def load_hf(
     param_dtype=jnp.float32,
     experts: Literal["dequantized", "packed"] = "dequantized",
     mesh: jax.sharding.Mesh | None = None,
+    allow_nonfinite: Sequence[str] = (),
 ) -> dict:
     """The variables of a released checkpoint: the tree `K3(cfg).init` gives.
 
@@ -38,8 +42,8 @@ def load_hf(
     own byte ranges of the files, in every process for its own devices, and no leaf is whole in memory.
 
     Names, shapes, types and shards are checked before any data is read. Raises `CheckpointError` naming what
-    is missing, extra, misshaped, mistyped, cut short or outside the folder, a scale code 0xFF (NaN), and a
-    padding value of `A_log` that is not zero. Holds one leaf, or shard of a leaf, more than the result while it works.
+    is missing, extra, misshaped, mistyped, cut short or outside the folder, a value or scale that is NaN or infinite (but
+    in tensors that `allow_nonfinite` names: patterns such as "*.A_log"), and a padding value of `A_log` that is not zero. Holds one leaf, or shard of a leaf, more than the result while it works.
 
     Example:
         >>> variables = load_hf("Kimi-Linear-48B", param_dtype=jnp.bfloat16)
@@ -52,7 +56,7 @@ def load_hf(
     if dtype == jnp.float64 and not jax.config.jax_enable_x64:
         raise ValueError("param_dtype: float64 needs jax_enable_x64")
     cfg = cfg or ModelConfig.from_hf(checkpoint_dir)
-    leaves = released_arrays(cfg, open_checked(checkpoint_dir, cfg, experts), dtype, experts)
+    leaves = released_arrays(cfg, open_checked(checkpoint_dir, cfg, experts), dtype, experts, allow_nonfinite)
     if mesh is None:
         whole = lambda leaf: tuple(slice(0, size) for size in leaf.shape)  # noqa: E731
         return unflatten_dict({path: jax.device_put(leaf.read(whole(leaf))) for path, leaf in leaves.items()})
@@ -79,12 +83,21 @@ def open_checked(
 
 
 def released_arrays(
-    cfg: ModelConfig, checkpoint: Checkpoint, param_dtype: np.dtype, experts: Literal["dequantized", "packed"]
+    cfg: ModelConfig,
+    checkpoint: Checkpoint,
+    param_dtype: np.dtype,
+    experts: Literal["dequantized", "packed"],
+    allow_nonfinite: Sequence[str] = (),
 ) -> dict[tuple[str, ...], Pieced]:
     """Every leaf of the variable tree, to be read from a checkpoint whose headers have been checked.
 
     A piece is what one read gives at the rate of the disk: at most `PIECE_BYTES` of values.
     """
+    names = released_names(cfg) if allow_nonfinite else ()
+    for pattern in allow_nonfinite:
+        if not any(fnmatchcase(name, pattern) for name in names):
+            raise ValueError(f"allow_nonfinite: {pattern!r} is the name of no tensor of this model, nor a pattern of any")
+    stored = partial(_stored, checkpoint, tuple(allow_nonfinite))
     leaves = {leaf.path: leaf for leaf in table(cfg)}
     arrays = {}
     for path, leaf in leaves.items():
@@ -92,12 +105,12 @@ def released_arrays(
             path = (*path[:-1], path[-1].removesuffix("_packed"))
             *outer, inner = leaf.tree_shape
             shape, dtype = (*outer, 2 * inner), param_dtype
-            read = partial(_dequantized, checkpoint, leaf, leaves[*path[:-1], f"{path[-1]}_scale"], dtype)
+            read = partial(_dequantized, stored, leaf, leaves[*path[:-1], f"{path[-1]}_scale"], dtype)
         elif leaf.is_scale and experts == "dequantized":
             continue  # read with its codes
         else:
             shape, dtype = leaf.tree_shape, _tree_dtype(leaf, param_dtype)
-            read = partial(_converted, checkpoint, leaf, dtype)
+            read = partial(_converted, stored, leaf, dtype)
         arrays[path] = Pieced(shape, dtype, piece_shape(shape, dtype.itemsize), read)
     return arrays
 
@@ -121,11 +134,14 @@ def _tree_dtype(leaf: Leaf, param_dtype: np.dtype) -> np.dtype:
     return param_dtype if leaf.dtype == "BF16" else np.promote_types(np.float32, param_dtype)
 
 
-def _converted(checkpoint: Checkpoint, leaf: Leaf, dtype: np.dtype, box: Box) -> np.ndarray:
+Stored = Callable[[Leaf, Box], np.ndarray]
+
+
+def _converted(stored: Stored, leaf: Leaf, dtype: np.dtype, box: Box) -> np.ndarray:
     """A box in `dtype`, in pieces where that is not what is stored."""
     if dtype == DTYPES[leaf.dtype]:
-        return _stored(checkpoint, leaf, box)
-    return _in_pieces(box, dtype, lambda part: _stored(checkpoint, leaf, part))
+        return stored(leaf, box)
+    return _in_pieces(box, dtype, partial(stored, leaf))
 
 
 def _in_pieces(box: Box, dtype: np.dtype, read) -> np.ndarray:
@@ -138,17 +154,16 @@ def _in_pieces(box: Box, dtype: np.dtype, read) -> np.ndarray:
     return out
 
 
-def _stored(checkpoint: Checkpoint, leaf: Leaf, box: Box) -> np.ndarray:
-    """A box as stored. Refuses scales that are NaN, and padding that is not zero."""
+def _stored(checkpoint: Checkpoint, allowed: tuple[str, ...], leaf: Leaf, box: Box) -> np.ndarray:
+    """A box as stored. Refuses what is not finite, but in `allowed` tensors, and padding that is not zero."""
     out = np.empty(sizes(box), DTYPES[leaf.dtype])
     checkpoint.read(spans(leaf, box), out)
-    if leaf.is_scale and (bad := np.count_nonzero(out == NAN_SCALE)):
+    if (bad := not_finite(leaf, out)) is not None:
         names = _names(leaf, box)
-        name, part = next((n, part) for n, part in zip(names, out.reshape(len(names), -1)) if (part == NAN_SCALE).any())
-        more = f"; {bad} in the {len(names)} tensors read with it" if len(names) > 1 else ""
-        raise CheckpointError(
-            f"{checkpoint.path}: {name}: {np.count_nonzero(part == NAN_SCALE)} of its {part.size} scale codes are 0xFF (NaN){more}"
-        )
+        bad = [name for name, part in zip(names, bad.reshape(len(names), -1), strict=True) if part.any()]
+        bad = [name for name in bad if not any(fnmatchcase(name, pattern) for pattern in allowed)]
+        if bad:
+            raise _strange(checkpoint, leaf, bad)
     if padding := math.prod(leaf.stored) - math.prod(leaf.shape):
         tail = np.empty(padding, out.dtype)
         for name in _names(leaf, box):
@@ -160,12 +175,28 @@ def _stored(checkpoint: Checkpoint, leaf: Leaf, box: Box) -> np.ndarray:
     return out
 
 
+def _strange(checkpoint: Checkpoint, leaf: Leaf, names: list[str]) -> CheckpointError:
+    """That there is NaN or infinity in tensors, of which the first is counted whole: a box may be a part of it."""
+    name, count = names[0], 0
+    for begin in range(0, leaf.tensor_bytes, PIECE_BYTES):
+        size = min(PIECE_BYTES, leaf.tensor_bytes - begin)
+        part = np.empty(size // DTYPES[leaf.dtype].itemsize, DTYPES[leaf.dtype])
+        checkpoint.read([(name, begin, size)], part)
+        count += 0 if (bad := not_finite(leaf, part)) is None else np.count_nonzero(bad)
+    kind = "scale codes are 0xFF (NaN)" if leaf.is_scale else "values are NaN or infinite"
+    more = f", and of {len(names) - 1} more tensors that lie with it" if names[1:] else ""
+    return CheckpointError(
+        f"{checkpoint.path / checkpoint.weight_map[name]}: {name}: {count} of its {math.prod(leaf.stored)} {kind}{more}; "
+        "allow_nonfinite takes what it names as it is"
+    )
+
+
 def _names(leaf: Leaf, box: Box) -> list[str]:
     """The tensors that a box has a part of."""
     return list(dict.fromkeys(name for name, _, _ in spans(leaf, box)))
 
 
-def _dequantized(checkpoint: Checkpoint, packed: Leaf, scale: Leaf, dtype: np.dtype, box: Box) -> np.ndarray:
+def _dequantized(stored: Stored, packed: Leaf, scale: Leaf, dtype: np.dtype, box: Box) -> np.ndarray:
     """A box of values, read with the rest of the blocks that it cuts."""
     *outer, last = box
     blocks = slice(last.start // MX_BLOCK, -(-last.stop // MX_BLOCK))
@@ -174,8 +205,8 @@ def _dequantized(checkpoint: Checkpoint, packed: Leaf, scale: Leaf, dtype: np.dt
 
     def read(part: Box) -> np.ndarray:
         *outer, last = part
-        codes = _stored(checkpoint, packed, (*outer, slice(last.start // 2, last.stop // 2)))
-        scales = _stored(checkpoint, scale, (*outer, slice(last.start // MX_BLOCK, last.stop // MX_BLOCK)))
+        codes = stored(packed, (*outer, slice(last.start // 2, last.stop // 2)))
+        scales = stored(scale, (*outer, slice(last.start // MX_BLOCK, last.stop // MX_BLOCK)))
         return np.asarray(_dequantize(codes, scales, dtype))
 
     return _in_pieces(aligned, dtype, read)[..., last.start - first : last.stop - first]

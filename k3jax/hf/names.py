@@ -107,8 +107,9 @@ def table(cfg: ModelConfig) -> list[Leaf]:
     ends = [
         _Row("model.embed_tokens.weight", (V, D), part="embeddings"),
         _Row("model.norm.weight", (D,), part="norms"),
-        _Row("lm_head.weight", (V, D), part="embeddings"),
     ]
+    if not cfg.tie_word_embeddings:
+        ends.append(_Row("lm_head.weight", (V, D), part="embeddings"))
     if cfg.attn_res_block_size:
         ends += _mixture(D, "model.output_attn_res")
     leaves = [_leaf(row, ("params",), prefix, skip="model.") for row in ends]
@@ -234,7 +235,7 @@ def _moe(cfg: ModelConfig) -> Iterator[_Row]:
         yield _Row("routed_expert_up_proj.weight", (D, L), part="expert latents")
     if cfg.latent_moe_use_norm:
         yield _Row("routed_expert_norm.weight", (L,), part="expert latents")
-    for row in _glu(cfg.shared_intermediate_size, D):
+    for row in _glu(cfg.shared_intermediate_size, D) if cfg.num_shared_experts else ():
         yield row._replace(name=f"shared_experts.{row.name}", part="shared experts")
     for w, (wide, narrow) in {"w1": (F, L), "w3": (F, L), "w2": (L, F)}.items():
         name = f"experts.{{expert}}.{w}.weight"

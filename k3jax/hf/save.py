@@ -14,17 +14,14 @@ from flax.traverse_util import flatten_dict
 
 from k3jax.config import ModelConfig
 from k3jax.hf.files import CheckpointError, describe
-from k3jax.hf.names import DTYPES, NAN_SCALE, Leaf, table, tree_shapes
+from k3jax.hf.finite import not_finite
+from k3jax.hf.names import DTYPES, Leaf, table, tree_shapes
 from k3jax.hf.pieces import PIECE_BYTES, Box, Pieced, piece_shape, sizes, spans
 from k3jax.hf.shards import ShardWriter, split
 from k3jax.hf.stream import MEMORY, Job, run
 from k3jax.ops import mx
 
 SHARD_BYTES = 5 * 10**9
-_INFINITY = {
-    2: (np.uint16, 0x7F80),
-    4: (np.uint32, 0x7F800000),
-}  # of bfloat16 and float32; the magnitudes of NaNs are above
 
 
 def save_hf(
@@ -188,17 +185,8 @@ def _cut(parts: Iterable[tuple[Leaf, Box, np.ndarray]]) -> Iterator[tuple[str, i
 
 
 def _check_finite(leaf: Leaf, box: Box, block: np.ndarray) -> None:
-    if leaf.is_scale:
-        bad = block == NAN_SCALE
-    elif block.dtype == np.uint8:
-        return
-    else:
-        if block.itemsize in _INFINITY:  # one pass over the bits, which is what a good block costs
-            uint, infinity = _INFINITY[block.itemsize]
-            if (block.view(uint) & uint(np.iinfo(uint).max >> 1)).max() < infinity:
-                return
-        bad = ~np.isfinite(block)
-    if not bad.any():
+    bad = not_finite(leaf, block)
+    if bad is None:
         return
     outer = box[: len(leaf.tree_shape) - len(leaf.shape)]
     counts = bad.reshape(*sizes(outer), -1).sum(axis=-1)

@@ -219,7 +219,9 @@ class K3(nn.Module):
             self.vision_tower = VisionTower(cfg.vision, self.policy, std, self.remat)
             self.mm_projector = Projector(cfg.vision, self.policy, std)
         self.norm = weight(self, "norm", (D,), (None,))
-        self.lm_head = weight(self, "lm_head", (cfg.vocab_size, D), ("vocab", "embed"), std)
+        self.head = self.embed_tokens
+        if not cfg.tie_word_embeddings:
+            self.lm_head = self.head = weight(self, "lm_head", (cfg.vocab_size, D), ("vocab", "embed"), std)
 
     def __call__(
         self,
@@ -309,12 +311,12 @@ class K3(nn.Module):
         return Output(self.unembed(hidden), hidden, cache, router)
 
     def unembed(self, hidden: Array) -> Array:
-        """lm_head(RMSNorm(hidden)): [..., T, D] -> [..., T, vocab]."""
+        """head(RMSNorm(hidden)): [..., T, D] -> [..., T, vocab]."""
         return constrain(project(*self.head_inputs(hidden)), "batch", along("time", hidden.shape[1]), "vocab")
 
     def head_inputs(self, hidden: Array) -> tuple[Array, Array]:
-        """RMSNorm(hidden) [..., T, D] and lm_head [vocab, D], whose product are the logits."""
-        return rms_norm(hidden, self.norm, self.cfg.rms_norm_eps), self.lm_head
+        """RMSNorm(hidden) [..., T, D] and the head [vocab, D], whose product are the logits."""
+        return rms_norm(hidden, self.norm, self.cfg.rms_norm_eps), self.head
 
 
 def init_variables(model: K3, key: Array):

@@ -16,7 +16,7 @@ from k3jax.ops import mx
 from k3jax.ops.experts import Unit, apply_experts
 from k3jax.ops.kda import accumulator
 from k3jax.ops.packed import Packed
-from k3jax.ops.router import expert_load, quantile_histogram, route
+from k3jax.ops.router import expert_load, quantile_histogram, route, router_scores
 from k3jax.sharding import along, constrain, gathered, mesh_axes, on_shards
 
 
@@ -70,7 +70,10 @@ class RoutedExperts(nn.Module):
 
 
 class LatentMoE(nn.Module):
-    """y = W_up RMSNorm( sum_i p_i E_i(W_down x) ) + Shared(x); without a latent size, E_i acts on x itself."""
+    """y = W_up RMSNorm( sum_i p_i E_i(W_down x) ) + Shared(x); without a latent size, E_i acts on x itself.
+
+    Without shared experts, Shared is nothing.
+    """
 
     cfg: ModelConfig
     policy: Policy
@@ -105,8 +108,9 @@ class LatentMoE(nn.Module):
         if cfg.routed_expert_hidden_size:
             w = weight(self, "routed_expert_up_proj", (D, L), ("embed", None), std)
             u = project(u, w)
-        shared = DenseFFN(cfg, policy, cfg.shared_intermediate_size, name="shared_experts")(x)
-        return u + shared, stats
+        if cfg.num_shared_experts:
+            u = u + DenseFFN(cfg, policy, cfg.shared_intermediate_size, name="shared_experts")(x)
+        return u, stats
 
 
 def _routed(cfg, policy, x, z, valid, gate, bias, experts, seq):
@@ -128,7 +132,7 @@ def _routed_local(cfg, policy, expert_axes, token_axes, x, z, valid, gate, bias,
     wide = accumulator(policy.dtype)
     flat = valid.reshape(-1)
     logits = jnp.einsum("nd,ed->ne", x.reshape(-1, D).astype(wide), gate.astype(wide))
-    scores = jax.nn.sigmoid(logits)
+    scores = router_scores(logits, cfg.moe_router_activation_func)
     k = cfg.num_experts_per_token
     routing = route(
         scores,

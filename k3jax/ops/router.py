@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
+import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
@@ -16,6 +17,11 @@ class Routing(NamedTuple):
     weights: Array
     indices: Array
     cutoff: Array
+
+
+def router_scores(logits: Array, function: Literal["sigmoid", "softmax"] = "sigmoid") -> Array:
+    """How much each token wants each expert, in (0, 1): the sigmoid of logits [n,E], or their softmax over experts."""
+    return jax.nn.sigmoid(logits) if function == "sigmoid" else jax.nn.softmax(logits, axis=-1)
 
 
 def route(
@@ -31,13 +37,13 @@ def route(
     """The k experts with the largest score + bias, weighted by their scores without the bias.
 
     Args:
-        scores: [n,E] sigmoid scores, float32 or wider. bias: [E], carries no gradient.
-        num_groups, topk_group: with more than one group of E / num_groups experts only the `topk_group` groups whose two
+        scores: [n,E] in (0, 1), float32 or wider. bias: [E], carries no gradient.
+        num_groups, topk_group: where not all groups of E / num_groups experts stay, only the `topk_group` groups whose two
             best biased scores sum highest are considered.
         renormalize: divide the weights by their sum + 1e-20 (if k > 1). scaling: multiplies the weights.
 
     Returns:
-        A `Routing`; the cutoff is the (k+1)-th largest biased score.
+        A `Routing`; the cutoff is the (k+1)-th largest biased score, -inf where no more than k experts are considered.
 
     Example:
         >>> route(jnp.array([[0.9, 0.1, 0.6]]), jnp.zeros(3), 1).indices
@@ -45,14 +51,15 @@ def route(
     """
     n, E = scores.shape
     biased = lax.stop_gradient(scores + bias[None, :].astype(scores.dtype))
-    if num_groups > 1:
+    if num_groups > topk_group:
         groups = biased.reshape(n, num_groups, E // num_groups)
         merit = jnp.sum(lax.top_k(groups, 2)[0], axis=-1)
         best = lax.top_k(merit, topk_group)[1]
         kept = jnp.any(best[:, :, None] == jnp.arange(num_groups, dtype=best.dtype)[None, None, :], axis=1)
         biased = jnp.where(kept[:, :, None], groups, -jnp.inf).reshape(n, E)
-    top, indices = lax.top_k(biased, k + 1)
-    cutoff, indices = top[:, k], indices[:, :k]
+    top, indices = lax.top_k(biased, min(k + 1, E))
+    cutoff = top[:, k] if k < E else jnp.full(n, -jnp.inf, scores.dtype)
+    indices = indices[:, :k]
     weights = jnp.take_along_axis(scores, indices, axis=1)
     if renormalize and k > 1:
         weights = weights / (jnp.sum(weights, axis=1, keepdims=True) + 1e-20)

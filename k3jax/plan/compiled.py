@@ -6,14 +6,11 @@ Command: python -m k3jax.plan.compiled out.json [name ...]; about three minutes 
 from __future__ import annotations
 
 import json
-import runpy
 import sys
 from pathlib import Path
 
 from k3jax.plan.aot import Program, check
-from k3jax.run_config import MeshConfig
-
-_CONFIGS = Path(__file__).parents[2] / "configs"
+from k3jax.run_config import CONFIGS, MeshConfig, load_model
 
 # Name: configuration, mesh, topology, and what else a `Program` is told.
 PROGRAMS = {
@@ -49,7 +46,7 @@ PROGRAMS = {
 def program(name: str) -> Program:
     """One of `PROGRAMS`."""
     config, mesh, topology, options = PROGRAMS[name]
-    model = runpy.run_path(str(_CONFIGS / f"{config}.py"))["model"]
+    model = load_model(CONFIGS / f"{config}.py")
     return Program(model, MeshConfig(**mesh), topology, **options)
 
 

@@ -9,7 +9,7 @@ from k3jax.plan.arrays import released_bytes
 from k3jax.plan.hardware import HARDWARE
 from k3jax.plan.search import search
 from k3jax.plan.setting import Serve, Train
-from k3jax.run_config import STRATEGIES, load_model
+from k3jax.run_config import CONFIGS, load_model
 
 MILLION = 1048576
 # Slices of TPU 7x by devices, two a chip, and whole nodes of eight GPUs.
@@ -17,7 +17,7 @@ COUNTS = {"tpu7x": (8, 16, 32, 64, 128, 256, 512, 1024), "h200": (8, 16, 24, 32,
 
 
 def _model(name: str):
-    return load_model(STRATEGIES.parent / f"{name}.py")
+    return load_model(CONFIGS / f"{name}.py")
 
 
 def long_context(price: float | None) -> list[Answer]:

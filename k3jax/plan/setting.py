@@ -88,13 +88,15 @@ def check(config: ModelConfig, workload: Workload, strategy: Strategy) -> None:
     mesh = strategy.mesh
     if isinstance(workload, Train):
         data = DataConfig(seq_len=workload.sequence, batch_size=workload.batch)
-        train = TrainConfig(qat=workload.qat, remat=workload.remat, grad_accum=workload.grad_accum)
+        options = {"qat": workload.qat, "remat": workload.remat, "grad_accum": workload.grad_accum}
+        train = TrainConfig(**options, quantile_balancing=False)  # which a plan says nothing of
         RunConfig(model=config, data=data, train=train, mesh=mesh).validate()
         return
     # A prompt of one token a device stands in for any: the rest must fit as in training.
     rows = pieces("batch", vars(mesh))
     data = DataConfig(seq_len=max(4 * mesh.context, 1) * mesh.tensor, batch_size=rows)
-    RunConfig(model=config, data=data, train=TrainConfig(qat=workload.experts == "packed"), mesh=mesh).validate()
+    train = TrainConfig(qat=workload.experts == "packed", quantile_balancing=False)
+    RunConfig(model=config, data=data, train=train, mesh=mesh).validate()
     if workload.batch % rows:
         raise ValueError(f"batch={workload.batch}: must be a multiple of mesh.data*mesh.fsdp*mesh.expert={rows}")
     seq = pieces("seq", vars(mesh))

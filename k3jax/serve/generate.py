@@ -88,6 +88,11 @@ def generate_tokens(
         packed = pack(cfg.vision, [images]) if images else None
     elif images:
         raise ValueError(f"images: found {len(images)}, must be none: this model has no vision")
+    if prompt.size + max_tokens > cfg.max_position_embeddings:
+        raise ValueError(
+            f"max_tokens={max_tokens}: found {prompt.size} tokens in the prompt, must be at most "
+            f"max_position_embeddings={cfg.max_position_embeddings} together"
+        )
     pad = bucket(prompt.size, PROMPT_UNIT) - prompt.size
     tokens = jnp.asarray(np.pad(prompt, (pad, 0)), jnp.int32)[None]
     mask = jnp.asarray(np.arange(tokens.shape[1]) >= pad, jnp.int32)[None]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
@@ -28,18 +29,21 @@ class ImportPlan(NamedTuple):
     checkpoint: Checkpoint
     leaves: dict[tuple[str, ...], Pieced]
     meta: dict[str, Any]
-    identity: str  # of all that the result depends on
+    identity: str  # of all that the result depends on: not of what may be NaN, for a stopped import goes on when that is allowed
 
 
 def plan_import(
-    source: str | Path, experts: Literal["dequantized", "packed"] = "dequantized", layers: int | None = None
+    source: str | Path,
+    experts: Literal["dequantized", "packed"] = "dequantized",
+    layers: int | None = None,
+    allow_nonfinite: Sequence[str] = (),
 ) -> ImportPlan:
     """Checks a released checkpoint, by its headers, and says what `import_checkpoint` writes; it writes nothing itself."""
     whole = ModelConfig.from_hf(source)
     cfg = whole if layers is None else whole.first_layers(layers)
     prefix = {} if layers is None else {"of": whole, "wanted": released_names(cfg)}
     checkpoint = open_checked(source, cfg, experts, **prefix)
-    leaves = released_arrays(cfg, checkpoint, np.dtype(ml_dtypes.bfloat16), experts)
+    leaves = released_arrays(cfg, checkpoint, np.dtype(ml_dtypes.bfloat16), experts, allow_nonfinite)
     meta = {"kind": "weights", "model": cfg.to_hf(), "experts": experts}
     identity = hashlib.sha256(json.dumps([checkpoint.fingerprint, meta]).encode()).hexdigest()
     return ImportPlan(checkpoint, leaves, meta, identity)
@@ -51,6 +55,7 @@ def import_checkpoint(
     experts: Literal["dequantized", "packed"] = "dequantized",
     layers: int | None = None,
     memory: int = MEMORY,
+    allow_nonfinite: Sequence[str] = (),
 ) -> None:
     """Writes a released checkpoint as one that a run can start from, on any mesh: step 0 of `destination`.
 
@@ -59,9 +64,10 @@ def import_checkpoint(
     on from the pieces that were written. Of several processes all make the same call, with a `destination` that all see:
     each reads and writes its share of the pieces.
 
-    Raises `CheckpointError` naming all that is wrong with the headers before anything is written.
+    Raises `CheckpointError` naming all that is wrong with the headers before anything is written, and a tensor with a value
+    that is NaN or infinite, and that no pattern of `allow_nonfinite` names, when it comes to it.
     """
-    plan = plan_import(source, experts, layers)
+    plan = plan_import(source, experts, layers, allow_nonfinite)
     try:
         writer = PieceWriter(Path(destination) / "checkpoints", 0, plan.leaves, plan.meta, plan.identity)
         jobs, written = [], set()

@@ -18,6 +18,7 @@ from typing import Any
 
 import numpy as np
 
+from k3jax.paths import check_kind, expand
 from k3jax.text.bytes import ByteTokenizer
 
 log = logging.getLogger(__name__)
@@ -35,7 +36,8 @@ def find_text(paths: Sequence[str] = ()) -> list[Path]:
     Each entry is a file, a folder (searched to any depth, without hidden names and `__pycache__`) or a glob
     (`**` reaches any depth). Empty `paths` means the `*.py` sources of the running Python's own standard
     library, without its tests. Files that are empty or not UTF-8 text are left out, and one logged warning
-    counts those that `paths` name. Raises ValueError for an entry that matches nothing, and when no text is left.
+    counts those that `paths` name. Raises ValueError for an entry that is empty, matches nothing, or names what is
+    neither file nor folder (a pipe, a device), and when no text is left.
 
     >>> len(find_text()) > 100
     True
@@ -62,10 +64,14 @@ def find_text(paths: Sequence[str] = ()) -> list[Path]:
 
 def _expand(entry: str) -> list[Path]:
     """Files of one entry of `paths`. A name that exists is taken as it is, glob characters and all."""
-    pattern = os.path.abspath(os.path.expanduser(entry))
+    if not entry.strip():
+        raise ValueError(f"data.paths: {entry!r} must be the name of a file or folder, or a glob")
+    pattern = os.path.abspath(expand(entry))
     matches = [pattern] if os.path.exists(pattern) else glob.glob(pattern, recursive=True)
     if not matches:
         raise ValueError(f"data.paths: {entry!r} matches no file or folder (looked for {pattern})")
+    for match in matches:
+        check_kind(match)
     return [file for match in matches for file in (_walk(match) if os.path.isdir(match) else [Path(match)])]
 
 
@@ -73,11 +79,12 @@ def _walk(folder: str, skip: Iterable[str] = ()) -> Iterator[Path]:
     skip = {"__pycache__", *skip}
     for parent, folders, names in os.walk(folder):
         folders[:] = [name for name in folders if name not in skip and not name.startswith(".")]
-        files = (Path(parent, name) for name in names if not name.startswith("."))
-        yield from (file for file in files if file.is_file())
+        yield from (Path(parent, name) for name in names if not name.startswith("."))
 
 
 def _is_text(file: Path) -> bool:
+    if not file.is_file():  # a pipe in a folder, or a link to nothing
+        return False
     data = file.read_bytes()
     try:
         data.decode("utf-8")

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from k3jax.config import ModelConfig
 from k3jax.hf.files import CheckpointError, Header
-from k3jax.hf.inspect import Tensor, layout
+from k3jax.hf.inspect import Report, Tensor, layout
 from k3jax.hf.names import table, tree_shapes
 from k3jax.hf.pieces import Box, Pieced
 from k3jax.hf.statistics import describe
@@ -16,7 +16,7 @@ _TYPES = {"bfloat16": "BF16", "float32": "F32", "float64": "F64", "uint8": "U8",
 _OTHERS = "optimizer, step"
 
 
-def report(path: str | Path) -> str:
+def report(path: str | Path) -> Report:
     """`k3jax.hf.inspect.report` of a checkpoint that `resolve` finds at `path`; leaves have their dotted paths."""
     checkpoints, number, cfg, meta = _opened(path)
     experts = meta.get("experts", "dequantized")

@@ -13,7 +13,9 @@ from typing import NamedTuple
 
 import numpy as np
 
+from k3jax import strict_json
 from k3jax.config import VisionConfig
+from k3jax.paths import expand, read_text
 from k3jax.train.data import Batch, ByteTokenizer, RowDataset
 from k3jax.vision.batch import UNIT, bucket, pack, tokens_of, widen
 from k3jax.vision.image import file_grid, preprocess
@@ -62,17 +64,17 @@ def find_pairs(paths: Sequence[str]) -> list[Pair]:
     """The pairs of JSONL files, one `{"image": ..., "text": ...}` a line.
 
     "image" is a path, or a list whose entries are paths and, for clips, lists of the frames' paths; all relative to the
-    JSONL file's folder. Raises ValueError naming file and line.
+    JSONL file's folder, `~` being a home folder. Raises ValueError naming file and line.
 
     Example:
         >>> find_pairs(["shapes/pairs.jsonl"])[0].text
         'a red disc'
     """
     pairs = []
-    for path in map(Path, paths):
+    for path in map(Path, map(expand, paths)):
         try:
-            lines = path.read_text(encoding="utf-8").splitlines()
-        except (OSError, UnicodeDecodeError) as error:
+            lines = read_text(path).split("\n")  # JSON may hold the other characters that end a line
+        except (OSError, ValueError) as error:
             raise ValueError(f"data.pairs: {path}: cannot be read as UTF-8 text ({error})") from None
         for number, line in enumerate(lines, 1):
             if line.strip():
@@ -84,7 +86,7 @@ def find_pairs(paths: Sequence[str]) -> list[Pair]:
 
 def _pair(path: Path, where: str, line: str) -> Pair:
     try:
-        record = json.loads(line)
+        record = strict_json.loads(line)
     except ValueError as error:
         raise ValueError(f"{where}: not JSON ({error})") from None
     if not isinstance(record, dict) or set(record) != {"image", "text"} or not isinstance(record["text"], str):
@@ -92,9 +94,9 @@ def _pair(path: Path, where: str, line: str) -> Pair:
     images = record["image"] if isinstance(record["image"], list) else [record["image"]]
     for image in images:
         for frame in image if isinstance(image, list) and image else [image]:
-            if not isinstance(frame, str):
+            if not isinstance(frame, str) or not frame.strip():
                 raise ValueError(f"{where}: found image {frame!r:.60}, must be a path")
-    beside = lambda name: path.parent / name  # noqa: E731
+    beside = lambda name: path.parent / expand(name)  # noqa: E731
     found = (tuple(map(beside, image)) if isinstance(image, list) else beside(image) for image in images)
     return Pair(tuple(found), record["text"], where)
 

@@ -12,6 +12,7 @@ import numpy as np
 from PIL import ExifTags, Image, ImageOps, UnidentifiedImageError
 
 from k3jax.config import VisionConfig
+from k3jax.paths import check_kind, expand
 
 MAX_GRID = 512  # patches along a side, the reach of the rotary embedding
 MAX_PATCHES = 65536  # of an image, about: more is shrunk to it
@@ -91,6 +92,8 @@ _LYING = (5, 6, 7, 8)  # EXIF orientations that exchange width and height
 @contextlib.contextmanager
 def _opened(path):
     """The image of a file whose header is right; what goes wrong in reading it becomes one line that names the file."""
+    path = expand(path)
+    check_kind(path)
     try:
         with warnings.catch_warnings():
             # Pillow warns of its own limit, which is above ours.

@@ -13,7 +13,7 @@ from k3jax.hf.files import Checkpoint
 def test_report_of_a_whole_checkpoint(copy_golden, monkeypatch):
     folder = copy_golden("k3_tiny").folder
     monkeypatch.setattr(Checkpoint, "read", None)  # headers are enough
-    lines = report(folder).splitlines()
+    lines = report(folder).text.splitlines()
     assert lines[0] == f"checkpoint  {folder}: 2 shards"
     assert lines[1] == "family      kimi_k3, 1,027,234 text parameters, 576,482 active a token"
     assert lines[2] == "layers      9: (KDA dense) + 2 x (KDA) + (MLA) + 3 x (KDA) + 2 x (MLA)"
@@ -35,7 +35,7 @@ def test_report_names_what_is_wrong(copy_golden):
     copy.edit("lm_head.weight", lambda a: a.astype(np.float64))
     copy.edit("extra", lambda _: np.zeros(7, bool))
     copy.edit_index(**{"extra": "model-00001-of-00002.safetensors", "model.norm.weight": "lost.safetensors"})
-    lines = report(copy.folder).splitlines()
+    lines = report(copy.folder).text.splitlines()
     rows = {line[:18].strip(): line[18:].split() for line in lines}
     assert rows["not of this model"] == ["1", "0", "7", "BOOL"]
     assert rows["embeddings"][2:] == ["81,920", "BF16,", "F64"]
@@ -59,4 +59,4 @@ def test_single_shard_without_metadata(copy_golden):
     copy = copy_golden("kimi_linear_tiny")
     index = copy.folder / "model.safetensors.index.json"
     index.write_text(json.dumps({"weight_map": copy.weight_map}))
-    assert report(copy.folder).endswith("problems    none")
+    assert report(copy.folder).problems == {}

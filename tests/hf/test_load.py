@@ -1,7 +1,10 @@
 """Import: exact values in the right place, and every damage refused before data is read."""
 
+import dataclasses
 import json
+import math
 import os
+import re
 import sys
 import types
 
@@ -14,9 +17,12 @@ from flax.traverse_util import flatten_dict, unflatten_dict
 from safetensors.numpy import load_file, save_file
 
 from k3jax.config import ModelConfig
-from k3jax.hf import CheckpointError, load_hf
-from k3jax.hf.files import Checkpoint, inside
-from k3jax.hf.names import tree_shapes
+from k3jax.hf import CheckpointError, load, load_hf, pieces
+from k3jax.hf.files import Checkpoint, inside, open_checkpoint
+from k3jax.hf.finite import all_finite
+from k3jax.hf.load import released_arrays
+from k3jax.hf.names import DTYPES, table, tree_shapes
+from k3jax.sharding import make_mesh
 
 INDEX = "model.safetensors.index.json"
 LAYER5 = "language_model.model.layers.5."
@@ -356,6 +362,15 @@ def test_damage_is_named_before_data_is_read(copy_golden, monkeypatch, damage):
     assert "\n" not in str(caught.value) and str(copy.folder) in str(caught.value)
 
 
+def test_tensors_without_values_are_not_missed(copy_golden):
+    """Of no shared experts, other programs keep matrices of width 0."""
+    copy = copy_golden("kimi_linear_tiny")
+    for name in [name for name in copy.weight_map if "shared_experts" in name]:
+        copy.edit(name, lambda a, wide="down" in name: a[:, :0].copy() if wide else a[:0].copy())
+    cfg = dataclasses.replace(ModelConfig.from_hf(copy.folder), num_shared_experts=0)
+    assert "shared_experts" not in {part for path in flatten_dict(load_hf(copy.folder, cfg)) for part in path}
+
+
 @pytest.mark.parametrize("experts", ["dequantized", "packed"])
 def test_scale_code_0xff(copy_golden, experts):
     copy = copy_golden("k3_tiny")
@@ -368,6 +383,75 @@ def test_scale_code_0xff(copy_golden, experts):
     copy.edit(name, spoil)
     with pytest.raises(CheckpointError, match=f"{name}: 2 of its 64 scale codes are 0xFF"):
         load_hf(copy.folder, experts=experts)
+
+
+NONFINITE = r"values are NaN or infinite; allow_nonfinite takes what it names as it is"
+
+
+@pytest.mark.parametrize("model", ["k3_tiny", "kimi_linear_tiny"])
+@pytest.mark.parametrize("small", [False, True], ids=["whole", "in pieces"])
+def test_a_value_that_is_not_finite_is_named_whichever_float_tensor_it_is_in(copy_golden, monkeypatch, model, small):
+    """One tensor of every leaf, the last value: NaN, infinity and what else has all bits of the exponent."""
+    if small:
+        monkeypatch.setattr(pieces, "PIECE_BYTES", 5000)
+        monkeypatch.setattr(load, "PIECE_BYTES", 5000)
+    folder = copy_golden(model).folder
+    cfg, kept = ModelConfig.from_hf(folder), 0
+    checkpoint = open_checkpoint(folder)
+    values = [np.nan, -np.nan, np.inf, -np.inf]
+    for number, leaf in enumerate(leaf for leaf in table(cfg) if leaf.dtype != "U8"):
+        name, width = leaf.names(leaf.repeats - 1)[-1], DTYPES[leaf.dtype].itemsize
+        shard, last = checkpoint.weight_map[name], width * math.prod(leaf.shape) - width
+        place = checkpoint.shards[shard].begins[name] + last
+        with open(folder / shard, "r+b") as file:
+            file.seek(place)
+            before = file.read(width)
+            file.seek(place)
+            file.write(np.array(values[number % 4], DTYPES[leaf.dtype]).tobytes())
+        whole = tuple(slice(0, size) for size in leaf.tree_shape)
+        strict, lenient = (released_arrays(cfg, checkpoint, np.dtype(np.float32), "dequantized", a) for a in ((), (name,)))
+        message = f"{re.escape(f'{folder / shard}: {name}: 1 of its {math.prod(leaf.stored)} ')}{NONFINITE}"
+        with pytest.raises(CheckpointError, match=message):
+            strict[leaf.path].read(whole)
+        np.testing.assert_equal(lenient[leaf.path].read(whole).reshape(-1)[-1], np.float32(values[number % 4]))
+        with open(folder / shard, "r+b") as file:
+            file.seek(place)
+            file.write(before)
+        strict[leaf.path].read(whole)
+        kept += 1
+    assert kept > 30
+
+
+@pytest.mark.parametrize("on", ["one device", "a mesh"])
+def test_what_is_not_finite_is_loaded_when_it_is_named(copy_golden, on):
+    copy = copy_golden("kimi_linear_tiny")
+    names = [f"model.layers.{i}.self_attn.A_log" for i in (0, 1)]
+    for name in names:
+        copy.edit(name, lambda a: np.full_like(a, np.nan))
+    mesh = make_mesh(fsdp=2, expert=2) if on == "a mesh" else None
+    with pytest.raises(CheckpointError, match=r"model\.layers\.0\.self_attn\.A_log: 3 of its 3 values are NaN or infinite; allow"):
+        load_hf(copy.folder, mesh=mesh)
+    with pytest.raises(CheckpointError, match=r"model\.layers\.1\.self_attn\.A_log: 3 of its 3 values"):
+        load_hf(copy.folder, mesh=mesh, allow_nonfinite=names[:1])
+    for patterns in (names, ["*.A_log"], ["*"]):
+        flat = flatten_dict(load_hf(copy.folder, mesh=mesh, allow_nonfinite=patterns))
+        assert sum(int(jnp.isnan(x).sum()) for x in flat.values()) == 6
+        if on == "a mesh":
+            break
+    with pytest.raises(ValueError, match="allow_nonfinite: 'A_log' is the name of no tensor of this model, nor a pattern"):
+        load_hf(copy.folder, allow_nonfinite=["A_log"])
+
+
+def test_all_finite():
+    for dtype in (ml_dtypes.bfloat16, np.float16, np.float32, np.float64):
+        top = ml_dtypes.finfo(dtype).max
+        values = np.zeros(300_000, dtype)
+        values[:4] = [top, -top, -0.0, ml_dtypes.finfo(dtype).smallest_subnormal]
+        assert all_finite(values) and all_finite(values[:0]) and all_finite(values.reshape(500, 600)[:, ::7])
+        for place, value in ((0, np.nan), (150_000, -np.nan), (299_999, np.inf), (7, -np.inf)):
+            spoilt = values.copy()
+            spoilt[place] = value
+            assert not all_finite(spoilt)
 
 
 def test_packed_byte_0xff_is_two_values_of_minus_six(copy_golden):

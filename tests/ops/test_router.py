@@ -15,6 +15,7 @@ from k3jax.ops.router import (
     quantile_bias_from_histogram,
     quantile_histogram,
     route,
+    router_scores,
 )
 
 GOLDEN = np.load(Path(__file__).parents[1] / "data" / "ops" / "quantile_balancing.npz")
@@ -69,20 +70,43 @@ def test_groups_by_hand():
     np.testing.assert_array_equal(routing.cutoff, [0.5])
 
 
-@pytest.mark.parametrize("groups, kept", [(1, 1), (4, 2), (3, 1), (6, 6)])
-def test_against_a_restatement(groups, kept):
-    E, k = 12, 3
-    scores, bias = draw(0, 40, E)
-    routing = route(scores, bias, k, num_groups=groups, topk_group=kept, scaling=1.5)
+SCORES = {"sigmoid": lambda z: 1 / (1 + np.exp(-z)), "softmax": lambda z: np.exp(z) / np.exp(z).sum()}
+
+
+@pytest.mark.parametrize("function", SCORES)
+@pytest.mark.parametrize(
+    "groups, kept, k",
+    [(1, 1, 3), (4, 2, 3), (3, 1, 3), (6, 6, 3), (4, 1, 3), (6, 2, 4), (12, 12, 3), (3, 3, 12), (1, 1, 12), (6, 1, 1)],
+)
+def test_against_a_restatement(function, groups, kept, k):
+    """Of as many experts as are considered (4 groups of 3, one kept, k = 3) and of one a group, too."""
+    E = 12
+    rng = np.random.default_rng(0)
+    logits, bias = rng.normal(size=(40, E)), rng.normal(size=E) / 5
+    scores = router_scores(jnp.asarray(logits), function)
+    routing = route(scores, jnp.asarray(bias), k, num_groups=groups, topk_group=kept, scaling=1.5)
     for row in range(40):
-        s = np.asarray(scores[row])
-        parts = (s + np.asarray(bias)).reshape(groups, -1)
-        merit = np.sort(parts, axis=1)[:, -2:].sum(axis=1)
-        biased = np.where((np.argsort(-merit).argsort() < kept)[:, None], parts, -np.inf).reshape(-1)
+        s = SCORES[function](logits[row])
+        np.testing.assert_allclose(scores[row], s, rtol=1e-14)
+        biased = s + bias
+        if kept < groups:
+            parts = biased.reshape(groups, -1)
+            merit = np.sort(parts, axis=1)[:, -2:].sum(axis=1)
+            biased = np.where((np.argsort(-merit).argsort() < kept)[:, None], parts, -np.inf).reshape(-1)
         order = np.argsort(-biased)
         np.testing.assert_array_equal(routing.indices[row], order[:k])
-        np.testing.assert_allclose(routing.weights[row], 1.5 * s[order[:k]] / s[order[:k]].sum(), rtol=1e-14)
-        assert routing.cutoff[row] == biased[order[k]]
+        divisor = s[order[:k]].sum() if k > 1 else 1
+        np.testing.assert_allclose(routing.weights[row], 1.5 * s[order[:k]] / divisor, rtol=1e-14)
+        np.testing.assert_allclose(routing.cutoff[row], [*biased[order], -np.inf][k], rtol=1e-13)
+
+
+@pytest.mark.parametrize("groups, kept, k", [(1, 1, 12), (4, 1, 3)])
+def test_a_histogram_without_a_cutoff_is_still_counts(groups, kept, k):
+    """Inference may compute one and read none: what no expert was compared with lies in the first bin."""
+    scores, bias = draw(8, 10, 12)
+    cutoff = route(scores, bias, k, num_groups=groups, topk_group=kept).cutoff
+    histogram = quantile_histogram(scores, cutoff, bias, jnp.ones(10, bool))
+    np.testing.assert_array_equal(histogram, np.where(np.arange(BINS) == 0, 10, 0) * np.ones((12, 1)))
 
 
 def test_gradients_flow_through_the_weights_alone():

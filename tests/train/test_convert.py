@@ -16,6 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax.traverse_util import flatten_dict
 
 import k3jax
 from k3jax.hf import load_hf, pieces
@@ -322,6 +323,22 @@ def test_a_scale_that_is_nan_is_named(copy_golden, tmp_path, experts):
     with pytest.raises(CheckpointError, match=f"{name}: 1 of its 64 scale codes are 0xFF"):
         import_checkpoint(copy.folder, tmp_path / "out", experts=experts)
     assert os.listdir(tmp_path / "out" / "checkpoints") == ["unfinished"]
+
+
+def test_a_weight_that_is_nan_is_named_and_imported_when_it_is_allowed(copy_golden, tmp_path):
+    copy = copy_golden("kimi_linear_tiny")
+    name = "model.layers.1.self_attn.A_log"
+    copy.edit(name, lambda a: np.where(np.arange(a.size).reshape(a.shape) == 2, np.nan, a).astype(np.float32))
+    message = f"{name}: 1 of its 3 values are NaN or infinite; allow_nonfinite takes what it names as it is"
+    with pytest.raises(CheckpointError, match=message):
+        import_checkpoint(copy.folder, tmp_path / "out")
+    assert os.listdir(tmp_path / "out" / "checkpoints") == ["unfinished"]
+    with pytest.raises(CheckpointError, match=message):
+        import_checkpoint(copy.folder, tmp_path / "two", layers=2)
+    import_checkpoint(copy.folder, tmp_path / "one", layers=1)  # which does not hold it
+    import_checkpoint(copy.folder, tmp_path / "out", allow_nonfinite=["*.1.*.A_log"])  # goes on from what was written
+    found = flatten_dict(restore_weights(tmp_path / "out")[1])
+    assert sum(int(np.isnan(x).sum()) for x in found.values()) == 1
 
 
 @pytest.mark.parametrize("damage", ["missing", "cut short"])

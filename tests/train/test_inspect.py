@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 import k3jax
+from k3jax import cli
 from k3jax.hf import inspect as released
 from k3jax.hf import statistics
 from k3jax.train import inspect
@@ -33,8 +34,8 @@ def rows(text):
 
 @pytest.mark.parametrize("experts", ["packed", "dequantized"])
 def test_an_import_has_the_release_s_parameters(imports, monkeypatch, experts):
-    expected = rows(released.report(K3))
-    found = inspect.report(imports / experts)
+    expected = rows(released.report(K3).text)
+    found = inspect.report(imports / experts).text
     assert [row[1] for row in rows(found).values()] == [row[1] for row in expected.values()]
     assert found.splitlines()[0] == f"checkpoint  {imports / experts}/checkpoints/0: imported weights"
     assert found.splitlines()[3].endswith("MXFP4, packed" if experts == "packed" else "as numbers")
@@ -43,20 +44,23 @@ def test_an_import_has_the_release_s_parameters(imports, monkeypatch, experts):
     assert found.endswith("problems    none")
 
 
-def test_a_run_tells_its_other_arrays_and_what_is_wrong(imports, tmp_path):
+def test_a_run_tells_its_other_arrays_and_what_is_wrong(imports, tmp_path, capsys):
     cfg, variables, _ = restore_weights(imports / "dequantized")
     params = variables["params"] | {"norm": np.zeros(3, np.float32)}
     del params["lm_head"]
     state = {"params": params, "router": variables["router"], "opt_state": {"mu": np.zeros((9, 9), np.float32)}}
     with Checkpoints(tmp_path / "checkpoints") as checkpoints:
         checkpoints.save(7, state, {"kind": "run", "model": cfg.to_hf()})
-    text = inspect.report(tmp_path)
+    text = inspect.report(tmp_path).text
     assert "/checkpoints/7: step 7 of a run" in text
     assert rows(text)["optimizer, step"] == ["1", "0", "324", "F32"]
     assert (
         text.splitlines()[-1]
         == "problems    2 problems: params.lm_head: missing; expected [128, 64]; params.norm: found [3], expected [64]"
     )
+    assert cli.main(["inspect", str(tmp_path)]) == 2
+    assert capsys.readouterr() == (f"{text}\n", f"error: {tmp_path}: 2 problems, see the last line of the report\n")
+    assert cli.main(["inspect", str(imports / "packed")]) == 0
 
 
 def test_one_leaf_or_released_tensor(imports):
