@@ -30,7 +30,7 @@ class Delta(NamedTuple):
 
 
 class Parser:
-    """Reads messages from a stream of text and markers.
+    """Reads messages from a stream of text and markers; `messages` has those that are over.
 
     No stream makes it fail. What does not follow the format is left out of the messages where it has no place in them, and
     said in `faults`, a line each; a reply in the right form leaves none.
@@ -48,8 +48,8 @@ class Parser:
         >>> parser = Parser("response")
         >>> parser.push("Hello"), parser.push("<|close|>", marker=True), parser.push("response"), parser.push("<|sep|>", marker=True)
         ([Delta(kind='content', text='Hello', call=0)], [], [], [])
-        >>> parser.finish()
-        [{'role': 'assistant', 'content': 'Hello'}]
+        >>> parser.finish(), parser.messages
+        ([], [{'role': 'assistant', 'content': 'Hello'}])
     """
 
     def __init__(self, begins: str | None = None, tokenizer: Tokenizer | None = None):
@@ -63,7 +63,7 @@ class Parser:
         self._header: list[str] = []  # and what came of it
         self._message: Message | None = None
         self._open: list[str] = []  # names of the tags that are open in an assistant's message
-        self._last = ""  # channel of it that was opened last
+        self._seen: list[str] = []  # channels of it that were opened
         self._ended = False  # the message is closed but for its end marker
         self._text: list[str] = []  # of the channel, argument or content that is being read
         self._argument: dict[str, str] = {}  # its attributes
@@ -90,14 +90,14 @@ class Parser:
             self._on_text(text)
         return self._out
 
-    def finish(self) -> list[Message]:
-        """All messages, the last of which may be cut off. Nothing can follow."""
-        if self._stream:
-            self.push(self._stream.finish())
+    def finish(self) -> list[Delta]:
+        """Ends what is open: `messages` has all of them, the last of which may be cut off. Returns what that adds."""
+        waiting = self.push(self._stream.finish()) if self._stream else []
+        self._out = []
         self._drop_header()
         if self._message is not None:
             self._end()
-        return self.messages
+        return waiting + self._out
 
     def _fault(self, what: str) -> None:
         self.faults.append(f"message {len(self.messages) + 1}: {what}")
@@ -128,10 +128,10 @@ class Parser:
 
     def _on_marker(self, name: str) -> None:
         if name == SEP and self._tag is not None:
-            tag, header = self._tag, "".join(self._header)
+            take, header = self._on_open if self._tag == OPEN else self._on_close, "".join(self._header)
             self._tag = None
             self._header.clear()
-            self._on_open(header) if tag == OPEN else self._on_close(header)
+            take(header)
             return
         self._drop_header()
         if name in (OPEN, CLOSE):
@@ -206,7 +206,7 @@ class Parser:
     def _begin(self, attributes: dict[str, str]) -> None:
         kept = ("role", "name") if attributes["role"] == "assistant" else ("role", "name", "type", "tool")
         self._message = {key: attributes[key] for key in kept if key in attributes} | {"content": ""}
-        self._last, self._ended, self._in_image = "", False, False
+        self._seen, self._ended, self._in_image = [], False, False
         self._emit("message", self._message["role"])
 
     def _end(self) -> None:
@@ -216,15 +216,15 @@ class Parser:
             while self._open:
                 self._close_last()
             self._keep_content()
-        if self._message["role"] == "assistant" and self._last not in ("response", "tools"):
+        if self._message["role"] == "assistant" and "response" not in self._seen:
             self._fault("an assistant's message without response")
         self.messages.append(self._message)
         self._message = None
 
     def _open_channel(self, name: str) -> None:
-        if self._last and _CHANNELS.index(name) <= _CHANNELS.index(self._last):
-            self._fault(f"{name} after {self._last}")
-        self._last = name
+        if self._seen and _CHANNELS.index(name) <= _CHANNELS.index(self._seen[-1]):
+            self._fault(f"{name} after {self._seen[-1]}")
+        self._seen.append(name)
         self._open.append(name)
 
     def _open_call(self, attributes: dict[str, str]) -> None:
