@@ -19,8 +19,6 @@ from k3jax.values import PathText, Seed
 class _Reading:
     """How documents become rows."""
 
-    paths: Positional[tuple[PathText, ...]]
-    """Sources: files, folders or globs of plain text, *.jsonl, *.jsonl.gz and *.parquet."""
     tokenizer: PathText | None = None
     """Folder with the tokenizer's files: of the released layout, a run, an import. Without: a token is a byte."""
     seq_len: int = 4096
@@ -36,9 +34,9 @@ class _Reading:
     workers: int = 0
     """Processes; 0 for one a core."""
 
-    def options(self) -> dict:
+    def options(self, paths: tuple[str, ...]) -> dict:
         """Arguments for those who read `paths`."""
-        if not self.paths:
+        if not paths:
             raise ValueError("paths: none given, must be at least one")
         check(
             *at_least(1, seq_len=self.seq_len),
@@ -64,9 +62,11 @@ class Tokenize(_Reading):
 
     out: Positional[PathText]
     """Folder to write."""
+    paths: Positional[tuple[PathText, ...]]
+    """Sources: files, folders or globs of plain text, *.jsonl, *.jsonl.gz and *.parquet."""
 
     def run(self) -> None:
-        options = self.options()
+        options = self.options(self.paths)
         from k3jax.data import inspect, tokenize
 
         with _bar() as report:
@@ -105,7 +105,7 @@ class Show(_Reading):
     """Colours; auto: in a terminal."""
 
     def run(self) -> None:
-        options = self.options()
+        options = self.options(self.paths)
         check(*at_least(1, rows=self.rows))
         from k3jax.data import corpus, inspect, open as data
 
