@@ -9,7 +9,6 @@ import random
 import resource
 import subprocess
 import sys
-import sysconfig
 import tempfile
 import time
 from concurrent.futures import ProcessPoolExecutor
@@ -45,8 +44,7 @@ def run(options) -> dict[str, Any]:
 
 
 def _make(folder: Path, size: int, workers: int, tokenizer: str | None) -> list[dict[str, Any]]:
-    library = sysconfig.get_path("stdlib")
-    texts = [file.read_text("utf-8", "replace") for file in sources.files_of(library, skip=_NOT_TEXT) if file.suffix == ".py"]
+    texts = [file.read_text("utf-8", "replace") for file in sources.files_of(sources.LIBRARY)]
     if tokenizer is None:
         from k3jax.text import train_tokenizer
 
@@ -61,9 +59,6 @@ def _make(folder: Path, size: int, workers: int, tokenizer: str | None) -> list[
         rows.append({"what": name} | _child(_tokenize, str(folder / name), str(file), tokenizer, workers))
         file.unlink()
     return rows
-
-
-_NOT_TEXT = ("site-packages", "dist-packages", "test", "tests", "idle_test", "pydoc_data")
 
 
 def _texts(texts):

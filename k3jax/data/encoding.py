@@ -33,13 +33,15 @@ class Encoding:
     """What becomes of a document longer than a row: pieces of a text, the last messages of a conversation, or nothing."""
 
 
-def open_tokenizer(folder: str | Path | None) -> Tokenizer:
-    """The tokenizer of a folder, or bytes for None. Raises ValueError for a folder that is none."""
+def open_tokenizer(folder: str | Path | None, vocab_size: int | None = None) -> Tokenizer:
+    """The tokenizer of a folder, or bytes for None. Raises ValueError for a folder that is none, or more ids than `vocab_size`."""
     if folder is None:
+        if vocab_size is not None and vocab_size < ByteTokenizer.vocab_size:
+            raise ValueError(f"model.vocab_size={vocab_size}: must be at least {ByteTokenizer.vocab_size}, one token a byte")
         return ByteTokenizer()
     if not Path(folder).is_dir():
         raise ValueError(f"{folder}: no such folder; one with the files of a tokenizer was expected")
-    return load_tokenizer(folder)
+    return load_tokenizer(folder, vocab_size)
 
 
 class Tokens(NamedTuple):

@@ -26,7 +26,7 @@ def open_packed(
     workers: int = 1,
     report: Callable[[int, int], None] = lambda done, total: None,
 ) -> tuple[PackedDataset, PackedDataset]:
-    """(training, held-out) rows of sources. The held-out ones are those of `paths`, or all of `held_out_paths`.
+    """(training, held-out) rows of sources, of the standard library without any. The held-out ones are those of `paths`, or all of `held_out_paths`.
 
     What is no corpus is made one in `corpora` of the cache (`K3JAX_CACHE`, or ~/.cache/k3jax), once as long as its files, the tokenizer
     and the settings stay the same.
@@ -35,6 +35,7 @@ def open_packed(
         ValueError: one line, for a source that holds no data, a record that is none, a corpus of another tokenizer or other settings.
     """
     options = {"tokenizer": tokenizer, "encoding": encoding, "workers": workers, "report": report}
+    paths = paths or [sources.LIBRARY]
     corpora = open_corpora(paths, **options, held_out=0 if held_out_paths else held_out)
     train = [rows for corpus in corpora for rows in corpus.rows("train")]
     if held_out_paths:

@@ -13,6 +13,7 @@ import hashlib
 import io
 import json
 import os
+import sysconfig
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,6 +22,11 @@ from typing import Any, NamedTuple
 from k3jax import strict_json
 from k3jax.paths import check_kind, expand
 
+LIBRARY = "<standard library>"
+"""In place of an entry: the *.py sources of the running Python's own standard library, without its tests."""
+# Folders of it that hold other packages, tests full of deliberately odd text, or a generated file of help texts so
+# long (7 % of all bytes) that a split would hang on its side.
+_NOT_LIBRARY = {"site-packages", "dist-packages", "test", "tests", "idle_test", "pydoc_data"}
 TEXT_BYTES = 4 << 20
 """A plain text longer than this is read as documents of about this size, cut after a line."""
 _LINE_BYTES = 1 << 16  # a line's end is looked for so far, then text is cut after a character
@@ -50,15 +56,19 @@ class Document:
         return _where(self.file, self.at)
 
 
-def files_of(entry: str, key: str = "data.paths", skip: Iterable[str] = ()) -> list[Path]:
-    """Sorted absolute paths of the files that a file, folder (to any depth, without hidden names) or glob names.
+def files_of(entry: str, key: str = "data.paths") -> list[Path]:
+    """Sorted absolute paths of the files that a file, folder (to any depth, without hidden names) or glob names, or `LIBRARY`.
 
-    A file reached by two names counts once. Raises ValueError for an entry that matches nothing.
+    A file reached by two names (a link, overlapping globs) counts once. Raises ValueError for an entry that is empty, matches nothing, or
+    names what is neither file nor folder (a pipe, a device).
 
     Example:
         >>> files_of("k3jax/data/*.py")[0].name
         '__init__.py'
     """
+    if entry == LIBRARY:
+        found = [file for file in _walk(sysconfig.get_path("stdlib"), _NOT_LIBRARY) if file.suffix == ".py"]
+        return once(found)
     if not entry.strip():
         raise ValueError(f"{key}: {entry!r} must be the name of a file or folder, or a glob")
     pattern = os.path.abspath(expand(entry))
@@ -68,17 +78,21 @@ def files_of(entry: str, key: str = "data.paths", skip: Iterable[str] = ()) -> l
         raise ValueError(f"{key}: {entry!r} matches no file or folder (looked for {pattern})")
     for match in matches:
         check_kind(match)
-    found = [file for match in matches for file in (_walk(match, skip) if os.path.isdir(match) else [Path(match)])]
-    by_identity = {os.path.realpath(file): file for file in sorted(found, reverse=True)}
+    return once(file for match in matches for file in (_walk(match) if os.path.isdir(match) else [Path(match)]))
+
+
+def once(files: Iterable[Path]) -> list[Path]:
+    """Sorted, each file under the first of its names."""
+    by_identity = {os.path.realpath(file): file for file in sorted(files, reverse=True)}
     return sorted(by_identity.values())
 
 
-def _walk(folder: str, skip: Iterable[str]) -> Iterator[Path]:
+def _walk(folder: str, skip: Iterable[str] = ()) -> Iterator[Path]:
     skip = {"__pycache__", *skip}
     for parent, folders, names in os.walk(folder):
         folders[:] = [name for name in folders if name not in skip and not name.startswith(".")]
         files = (Path(parent, name) for name in names if not name.startswith("."))
-        yield from (file for file in files if file.is_file())
+        yield from (file for file in files if file.is_file())  # not a pipe, nor a link to nothing
 
 
 def kind_of(file: str | Path) -> str:
