@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import flax
 import jax
 import jax.numpy as jnp
+from flax.traverse_util import flatten_dict
 from jax import Array, lax
 from jax.sharding import NamedSharding
 
 from k3jax.config import ModelConfig
 from k3jax.ops.kda import accumulator
-from k3jax.sharding import spec
+from k3jax.rules import multiple
+from k3jax.sharding import constrain, current_mesh, filled, spec, ways
 
 # Logical axes of a cache's arrays; every array of `layers` has the segment's repeats in front.
 _AXES = {
@@ -29,7 +33,8 @@ _AXES = {
 
 @flax.struct.dataclass
 class Cache:
-    """State of `batch` sequences that have seen `length` tokens of at most `max_len`.
+    """State of `batch` sequences that have seen `length` tokens of at most `max_len`. B is `batch`, or with empty rows
+    what the mesh splits evenly.
 
     Attributes:
         length: int32 scalar, the same for all rows: padding takes a place too.
@@ -42,6 +47,11 @@ class Cache:
     length: Array
     present: Array
     layers: dict[str, Any]
+    batch: int = flax.struct.field(pytree_node=False)
+
+    @property
+    def rows(self) -> int:
+        return self.present.shape[0]
 
     @property
     def max_len(self) -> int:
@@ -63,6 +73,29 @@ def cache_shardings(cache: Cache, mesh) -> Cache:
     return jax.tree_util.tree_map_with_path(one, cache)
 
 
+def with_rows(cache: Cache, rows: int) -> Cache:
+    """`cache` with empty rows added at the end, or cut off there."""
+    if rows == cache.rows:
+        return cache
+    resized = lambda x, lead: filled(x, (*lead, rows))[(*map(slice, lead), slice(rows))]  # noqa: E731
+    layers = jax.tree.map(lambda x: resized(x, x.shape[:1]), cache.layers)
+    return cache.replace(present=resized(cache.present, ()), layers=layers)
+
+
+def written(cached: Array, new: Array, at: Sequence[Array | int], axis: int) -> Array:
+    """`cached` with `new` from `at` on, of which at[axis] is a fill; in place where nothing else reads it.
+
+    What does not fit along `axis` is left out: XLA moves such an update back to where it does, over what is there, so
+    that what is there is put back.
+    """
+    new, T = new.astype(cached.dtype), new.shape[axis]
+    first = jnp.minimum(at[axis], cached.shape[axis] - T)
+    moved, at = at[axis] - first, (*at[:axis], first, *at[axis + 1 :])
+    new = jnp.roll(new, moved, axis) if T > 1 else new
+    fits = lax.broadcasted_iota(jnp.int32, new.shape, axis) >= moved
+    return lax.dynamic_update_slice(cached, jnp.where(fits, new, lax.dynamic_slice(cached, at, new.shape)), at)
+
+
 def layer_cache(stacks: dict[str, Array], repeat: Array) -> dict[str, Array]:
     """One layer's arrays out of those of all the repeats of its segment."""
     return {name: lax.dynamic_index_in_dim(stack, repeat, 0, keepdims=False) for name, stack in stacks.items()}
@@ -78,7 +111,10 @@ def init_cache(cfg: ModelConfig, batch: int, max_len: int, dtype=jnp.float32) ->
     """An empty cache for up to `max_len` tokens a row; latents and tails in `dtype`, KDA states float32 or wider.
 
     Bytes: the facts' 4 H K V a KDA layer and row whatever the length, and (L + R) elements of `dtype` an MLA layer, row
-    and token.
+    and token. Under `jax.set_mesh` it is made where `cache_shardings` says, with rows up to what the mesh splits evenly.
+
+    Raises:
+        ValueError: sizes that are not positive, a dtype of no floating kind, or heads that the mesh does not split.
 
     Example:
         >>> cache = init_cache(cfg, batch=1, max_len=4096)
@@ -87,20 +123,70 @@ def init_cache(cfg: ModelConfig, batch: int, max_len: int, dtype=jnp.float32) ->
     """
     if batch < 1 or max_len < 1:
         raise ValueError(f"batch, max_len: found {batch}, {max_len}; both must be positive")
-    H, K = cfg.kda_num_heads, cfg.kda_head_dim
-    tail = (batch, cfg.short_conv_kernel_size - 1, H, K)
-
-    def layer(kind, repeats):
-        if kind.mixer == "mla":
-            return {
-                "latent": jnp.zeros((repeats, batch, max_len, cfg.kv_lora_rank), dtype),
-                "k_rope": jnp.zeros((repeats, batch, max_len, cfg.qk_rope_head_dim), dtype),
-            }
-        tails = {name: jnp.zeros((repeats, *tail), dtype) for name in ("q_conv1d", "k_conv1d", "v_conv1d")}
-        return {"state": jnp.zeros((repeats, batch, H, K, K), accumulator(dtype)), **tails}
-
+    if not jnp.issubdtype(dtype, jnp.floating):
+        raise ValueError(f"dtype: found {jnp.dtype(dtype)}, must be a floating one")
+    rows = multiple(batch, ways("batch", current_mesh()))
     layers = {
-        f"segment_{s}": {f"layer_{j}": layer(kind, repeats) for j, kind in enumerate(unit)}
+        segment: {
+            layer: {name: _zeros(shape, jnp.dtype(dtype), _AXES[name]) for name, (shape, dtype) in arrays.items()}
+            for layer, arrays in kinds.items()
+        }
+        for segment, kinds in _layout(cfg, rows, max_len, dtype).items()
+    }
+    present = _zeros((rows, max_len), jnp.dtype(jnp.int32), _AXES["present"])
+    return Cache(jnp.zeros((), jnp.int32), present, layers, batch)
+
+
+def _layout(cfg: ModelConfig, rows: int, max_len: int, dtype) -> dict[str, dict[str, dict[str, tuple]]]:
+    """(shape, dtype) of every array of `Cache.layers`."""
+    H, K = cfg.kda_num_heads, cfg.kda_head_dim
+
+    def arrays(mixer, repeats):
+        lead = repeats, rows
+        if mixer == "mla":
+            sizes = {"latent": cfg.kv_lora_rank, "k_rope": cfg.qk_rope_head_dim}
+            return {name: ((*lead, max_len, size), dtype) for name, size in sizes.items()}
+        tail = (*lead, cfg.short_conv_kernel_size - 1, H, K), dtype
+        return {"state": ((*lead, H, K, K), accumulator(dtype)), "q_conv1d": tail, "k_conv1d": tail, "v_conv1d": tail}
+
+    return {
+        f"segment_{s}": {f"layer_{j}": arrays(kind.mixer, repeats) for j, kind in enumerate(unit)}
         for s, (unit, repeats) in enumerate(cfg.segments)
     }
-    return Cache(jnp.zeros((), jnp.int32), jnp.zeros((batch, max_len), jnp.int32), layers)
+
+
+def _zeros(shape: tuple[int, ...], dtype, axes) -> Array:
+    return jnp.zeros(shape, dtype) if current_mesh() is None else _placed_zeros(shape, dtype, axes)
+
+
+@partial(jax.jit, static_argnums=(0, 1, 2))
+def _placed_zeros(shape, dtype, axes):
+    """Never whole on one device."""
+    return constrain(jnp.zeros(shape, dtype), *axes)
+
+
+def check_cache(cfg: ModelConfig, cache: Cache, batch: int, new: int) -> None:
+    """Refuses a cache that is not one of this model, of so many rows, with room for `new` more tokens in each.
+
+    Raises:
+        ValueError: one line that says what does not fit. How full it is, a traced program does not know.
+    """
+    if cache.batch != batch:
+        raise ValueError(f"cache: found batch {cache.batch}, must be {batch} like tokens")
+    if new > cache.max_len:
+        raise ValueError(f"cache: found max_len {cache.max_len}, must hold at least the {new} new tokens")
+    if not isinstance(cache.length, jax.core.Tracer) and int(cache.length) + new > cache.max_len:
+        room = f"length {cache.length} of max_len {cache.max_len}"
+        raise ValueError(f"cache: found {room}, must leave room for the {new} new tokens")
+    found = flatten_dict(cache.layers, sep="/")
+    for name, (shape, _) in flatten_dict(_layout(cfg, cache.rows, cache.max_len, jnp.float32), sep="/").items():
+        x = found.pop(name, None)
+        if x is None or x.shape != shape:
+            what = "nothing" if x is None else f"shape {x.shape}"
+            raise ValueError(f"cache: found {what} for {name}, must be {shape} as `init_cache` makes it for this model")
+        wide = name.endswith("/state")
+        if not jnp.issubdtype(x.dtype, jnp.floating) or (wide and x.dtype != accumulator(x.dtype)):
+            right = "float32 or wider" if wide else "a floating one"
+            raise ValueError(f"cache: found dtype {x.dtype} for {name}, must be {right}")
+    if found:
+        raise ValueError(f"cache: found {next(iter(found))}, which this model does not have")

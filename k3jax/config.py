@@ -11,15 +11,18 @@ import math
 import types
 import typing
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 from k3jax import strict_json
+from k3jax.paths import check_kind, expand
 
 MX_BLOCK = 32  # values that share one microscaling exponent
+LARGEST = 2**31 - 1  # what is counted on devices is counted in int32
+_SINGLE = 2.0**-149, (2 - 2.0**-23) * 2.0**127  # smallest and largest positive float32
 
 
 class LayerKind(NamedTuple):
@@ -77,7 +80,8 @@ class VisionConfig:
             _check_type(f"vision_config.{name}", getattr(self, name), hint)
         for name in (field.name for field in dataclasses.fields(self)):
             value = getattr(self, name)
-            if name != "media_placeholder_token_id" and min(value if isinstance(value, tuple) else (value,)) <= 0:
+            values = value if isinstance(value, tuple) else (value,)
+            if name != "media_placeholder_token_id" and min(values) <= 0:
                 raise ValueError(f"vision_config.{name}: found {value}, must be positive")
         if self.qkv_hidden_size % (4 * self.vt_num_attention_heads):
             raise ValueError(
@@ -374,8 +378,9 @@ class ModelConfig:
         if isinstance(source, Mapping):
             raw = source
         else:
-            path = Path(source)
+            path = Path(expand(source))
             path = path / "config.json" if path.is_dir() else path
+            check_kind(path)
             try:
                 raw = strict_json.loads(path.read_text(encoding="utf-8"))
             except FileNotFoundError:
@@ -647,9 +652,30 @@ def describe_type(hint: Any) -> str:
     return names.get(hint, getattr(hint, "__name__", str(hint)))
 
 
+def beyond(value: Any) -> str | None:
+    """What would be right of a number that its type on the devices, int32 or float32, does not hold; NaN is none."""
+    if isinstance(value, int) and not -LARGEST <= value <= LARGEST:
+        return f"from -{LARGEST} to {LARGEST}"
+    if isinstance(value, float) and value and not _SINGLE[0] <= abs(value) <= _SINGLE[1]:
+        return "a finite number that float32 can hold"
+    return None
+
+
+def shown(value: Any, write: Callable[[Any], str] = str) -> str:
+    """A value in a message, not longer than a line can take."""
+    try:
+        text = write(value)
+    except ValueError:  # Python does not write numbers of thousands of digits
+        return "a number of thousands of digits"
+    return text if len(text) <= 100 else f"{text[:97]}..."
+
+
 def _check_type(key: str, value: Any, hint: Any) -> None:
     if not is_instance(value, hint):
-        raise ValueError(f"{key}: found {value!r}, must be {describe_type(hint)}")
+        raise ValueError(f"{key}: found {shown(value, repr)}, must be {describe_type(hint)}")
+    for number in value if isinstance(value, tuple) else (value,):
+        if right := beyond(number):
+            raise ValueError(f"{key}: found {shown(number)}, must be {right}")
 
 
 def _check_object(key: str, value: Any) -> None:

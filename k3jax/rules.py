@@ -31,3 +31,8 @@ def pieces(name: str | None, mesh: Mapping[str, int]) -> int:
         8
     """
     return math.prod(mesh[axis] for axis in RULES[name]) if name else 1
+
+
+def multiple(size: int, of: int) -> int:
+    """The smallest multiple of `of` that is at least `size`."""
+    return -(-size // of) * of

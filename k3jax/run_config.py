@@ -21,9 +21,9 @@ from typing import Any, Literal
 
 import tyro
 
-from k3jax.config import MX_BLOCK, ModelConfig
+from k3jax.config import LARGEST, MX_BLOCK, ModelConfig, shown
 from k3jax.paths import check_kind, expand
-from k3jax.values import FLAGS, LARGEST, AnyText, PathText, Seed, expand_paths, hints, parse, shown, unfit
+from k3jax.values import FLAGS, AnyText, PathText, Seed, expand_paths, hints, parse, unfit
 
 CONFIGS = Path(__file__).parent / "configs"  # what the commands find by name, in the checkout and installed
 STRATEGIES = CONFIGS / "strategies"

@@ -14,6 +14,7 @@ from jax.experimental import mesh_utils
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from k3jax.derivative import by_hand
 from k3jax.rules import MESH_AXES, RULES, pieces
 
 Logical = Sequence[str | None]  # names of an array's leading axes
@@ -73,6 +74,14 @@ def ways(name: str, mesh) -> int:
     return 1 if mesh is None else pieces(name, mesh.shape)
 
 
+def filled(x: Array, sizes: Sequence[int], value=0) -> Array:
+    """x with `value` behind what is there, so that its leading axes have at least `sizes`."""
+    more = [max(size - found, 0) for size, found in zip(sizes, x.shape)]
+    if not any(more):
+        return x
+    return jnp.pad(x, [(0, n) for n in more] + [(0, 0)] * (x.ndim - len(more)), constant_values=value)
+
+
 def along(name: str, T: int) -> str | None:
     """`name` for an axis of T tokens; None for a single one, which all devices that hold its row decode."""
     return name if T > 1 else None
@@ -99,6 +108,8 @@ def mesh_axes(name: str | None) -> tuple[str, ...]:
 def on_shards(fn: Callable, in_axes: Sequence[Logical], out_axes: Sequence[Logical]) -> Callable:
     """`fn` run by every device on its own block of each argument, whose leading axes are named; `fn` itself on one device.
 
+    The result raises ValueError, as `spec` does, for an argument whose sizes do not divide.
+
     Example:
         >>> on_shards(kda, [("batch", None, "heads")] * 5, [("batch", None, "heads"), ("batch", "heads")])
     """
@@ -107,10 +118,18 @@ def on_shards(fn: Callable, in_axes: Sequence[Logical], out_axes: Sequence[Logic
         return fn
     to_specs = lambda axes: tuple(P(*(mesh_axes(name) or None for name in logical)) for logical in axes)  # noqa: E731
     # Results that are equal on several devices are so by construction; the check would not see it through collectives.
-    return jax.shard_map(fn, mesh=mesh, in_specs=to_specs(in_axes), out_specs=to_specs(out_axes), check_vma=False)
+    run = jax.shard_map(fn, mesh=mesh, in_specs=to_specs(in_axes), out_specs=to_specs(out_axes), check_vma=False)
+
+    def checked(*args):
+        for logical, x in zip(in_axes, args, strict=True):
+            if x is not None:
+                spec((*logical, *[None] * (x.ndim - len(logical))), x.shape, mesh)
+        return run(*args)
+
+    return checked
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(1, 2))
+@partial(by_hand, nondiff_argnums=(1, 2))
 def gathered(x: Array, axes: tuple[str, ...], axis: int) -> Array:
     """Inside `shard_map`, x whole along `axis`, which mesh `axes` split in R: [..,n,..] -> [..,R n,..], in x's dtype.
 
@@ -142,10 +161,3 @@ def tree_shardings(boxed, mesh: Mesh):
         return NamedSharding(mesh, P())
 
     return jax.tree.map(one, boxed, is_leaf=lambda leaf: isinstance(leaf, nn.LogicallyPartitioned))
-
-
-def model_shardings(cfg, mesh: Mesh, experts: str = "dequantized"):
-    """NamedShardings of a model's variables, in a tree like what `load_hf` returns."""
-    from k3jax.nn.model import K3, init_variables
-
-    return tree_shardings(jax.eval_shape(lambda: init_variables(K3(cfg, experts=experts), jax.random.key(0))), mesh)

@@ -24,9 +24,10 @@ from k3jax.cli.convert import Convert, Inspect
 from k3jax.cli.data import Data
 from k3jax.cli.options import at_least, check, tidied
 from k3jax.cli.plan import Plan
+from k3jax.config import shown
 from k3jax.paths import check_kind
 from k3jax.runtime import show_what_can_be_shown
-from k3jax.values import FLAGS, AnyText, PathText, Seed, shown
+from k3jax.values import FLAGS, AnyText, PathText, Seed
 
 
 @dataclass(frozen=True)
@@ -82,12 +83,13 @@ class Generate:
     """Round expert inputs to MXFP8, as quantisation-aware training does."""
 
     def run(self) -> None:
+        from k3jax.serve.sampling import ranges
+
+        drawn = ranges(self.temperature, self.top_k, self.top_p)
         check(
             ("prompt", self.prompt, bool(self.prompt or self.image), "at least one character, where there is no image"),
             *at_least(1, max_tokens=self.max_tokens),
-            ("temperature", self.temperature, self.temperature >= 0, "0 or more"),
-            *at_least(0, top_k=self.top_k),
-            ("top-p", self.top_p, 0 < self.top_p <= 1, "above 0 and at most 1"),
+            *((name.replace("_", "-"), *rest) for name, *rest in drawn),
         )
         for path in (self.checkpoint, *self.image):
             check_kind(path)
@@ -123,7 +125,6 @@ Command = (
     | Annotated[Inspect, subcommand("inspect")]
 )
 _NAMES = ("train", "generate", "data", "convert", "plan", "bench", "inspect")
-_OFTEN = ("image", "allow-nonfinite")  # the options that may be given more than once
 _PROG = "python -m k3jax"
 
 
@@ -161,7 +162,7 @@ def _parse(argv: list[str]):
         close = difflib.get_close_matches(argv[0], _NAMES, n=1)
         hint = f"did you mean {close[0]}?" if close else f"must be one of {', '.join(_NAMES)}"
         raise ValueError(f"{shown(argv[0])}: no such command; {hint}")
-    argv = tidied(argv, Command, _OFTEN)
+    argv = tidied(argv, Command)
     complaint = io.StringIO()
     try:
         with contextlib.redirect_stderr(complaint):

@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from typing import Literal
 
 from k3jax.cli.options import at_least, check, writable
-from k3jax.values import LARGEST, PathText, parse, shown
+from k3jax.config import LARGEST, shown
+from k3jax.values import PathText, parse
 
 MOST_DEVICES = 2**20
 
@@ -34,7 +35,7 @@ class Plan:
     search: bool = False
     """Try every mesh, and in training remat and parts of the batch; --mesh does not matter."""
     batch: int = 1024
-    """Sequences a step, over all devices."""
+    """Sequences a step, over all devices. In serving any number: rows that the mesh does not divide are filled up."""
     sequence: int = 4096
     """Tokens of a sequence in training."""
     qat: bool = True

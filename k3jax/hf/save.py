@@ -20,6 +20,7 @@ from k3jax.hf.pieces import PIECE_BYTES, Box, Pieced, piece_shape, sizes, spans
 from k3jax.hf.shards import ShardWriter, split
 from k3jax.hf.stream import MEMORY, Job, run
 from k3jax.ops import mx
+from k3jax.paths import expand
 
 SHARD_BYTES = 5 * 10**9
 
@@ -65,7 +66,7 @@ def write_released(
 
     With an `identity` of the source, what was written before an error or a kill is kept, and the same call goes on.
     """
-    destination = Path(checkpoint_dir).absolute()
+    destination = Path(expand(checkpoint_dir)).absolute()
     if max_shard_size < 1:
         raise ValueError(f"max_shard_size: found {max_shard_size}, must be a positive number of bytes")
     stored = table(cfg)

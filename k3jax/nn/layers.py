@@ -26,7 +26,8 @@ class Policy(NamedTuple):
         experts: "dequantized" (weights as they are), "qat" (fake-quantised to MXFP4 as they are used, and every other
             weight rounded to the bfloat16 it is released in, both straight-through) or "packed" (MXFP4 in memory).
         mxfp8_inputs: what meets an expert's weights passes through MXFP8.
-        kda_impl: `impl` of `k3jax.ops.kda`.
+        kda_impl: `impl` of `k3jax.ops.kda`. With "scan", its reference, JAX differentiates the rest of the model as it is
+            written too: on one device in forward mode as in reverse, for more memory and time.
         expert_impl: `impl` of `k3jax.ops.experts.apply_experts`.
         capacity_drop: experts leave out what exceeds the first round's room; `RouterStats.dropped` counts it.
     """
@@ -38,6 +39,11 @@ class Policy(NamedTuple):
     kda_impl: str = "auto"
     expert_impl: str = "auto"
     capacity_drop: bool = False
+
+    @property
+    def forward_mode(self) -> bool:
+        """Whether no derivative is by hand, for those know reverse mode alone."""
+        return self.kda_impl == "scan"
 
 
 def declare(module: nn.Module, name: str, init, shape, axes, dtype) -> Array:
@@ -94,7 +100,8 @@ def project(x: Array, w: Array, dtype=None) -> Array:
 
 
 def embed(table: Array, tokens: Array) -> Array:
-    """The rows of table [V,D] that tokens [B,T] name: [B,T,D], split as what flows between sublayers is.
+    """The rows of table [V,D] that tokens [B,T] name: [B,T,D], split as what flows between sublayers is. A token outside
+    0..V-1 has zeros.
 
     Tokens and vectors move and the table does not: a device looks its own rows and columns up for all that it shares the
     table with. Of the sum over parts of the vocabulary one term is not zero.
@@ -107,7 +114,7 @@ def embed(table: Array, tokens: Array) -> Array:
             tokens = lax.all_gather(tokens, columns, axis=0, tiled=True)
         if rows:
             tokens = tokens - lax.axis_index(rows) * table.shape[0]
-            tokens = jnp.where(tokens < 0, table.shape[0], tokens)
+        tokens = jnp.where(tokens < 0, table.shape[0], tokens)  # else it would count from the end
         x = jnp.take(table, tokens, axis=0, mode="fill", fill_value=0)
         if columns:
             x = lax.all_to_all(x, columns, 0, 2, tiled=True)

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-from k3jax.cache import layer_cache, with_layer_cache
+from k3jax.cache import layer_cache, with_layer_cache, written
 from k3jax.config import ModelConfig
 from k3jax.nn.layers import Policy, float32_weight, log_uniform_dt, project, rms_norm, weight
 from k3jax.ops.conv import short_conv
@@ -104,10 +104,10 @@ class LatentAttention(nn.Module):
 
     @nn.compact
     def __call__(
-        self, x: Array, ids: Array, stacks: dict | None, repeat: Array, start: Array | int, present: Array | None
+        self, x: Array, ids: Array, stacks: dict | None, repeat: Array, places: Array | None, present: Array | None
     ):
-        """x [B,T,D], ids [B,T], the caches of all repeats of this layer, which of them is its own, its fill before x, and
-        [B,S] which cached tokens are real."""
+        """x [B,T,D], ids [B,T], the caches of all repeats of this layer, which of them is its own, where in it the first of
+        the T tokens go, one after the other (the others are padding), and [B,S] which cached tokens are real."""
         cfg = self.cfg
         D, H, std = cfg.hidden_size, cfg.num_attention_heads, cfg.initializer_range
         K, R, V, L = cfg.qk_nope_head_dim, cfg.qk_rope_head_dim, cfg.v_head_dim, cfg.kv_lora_rank
@@ -126,13 +126,13 @@ class LatentAttention(nn.Module):
         kv = constrain(project(x, w), "batch", None, None)
         latent, k_rope = kv[..., :L], kv[..., L:]
         latent = rms_norm(latent, weight(self, "kv_a_layernorm", (L,), (None,)), LATENT_EPS)
-        kv_ids, keys, layer = ids, ("batch",), None
+        zero = jnp.zeros((), jnp.int32)
+        kv_ids, keys, layer, start = ids, ("batch",), None, zero
         if stacks is not None:
             # Stacks are written in place and read block by block: at long contexts a copy of one layer's is gigabytes.
-            zero = jnp.zeros((), jnp.int32)
-            at = repeat, zero, start, zero
+            start = places[0]
             latent, k_rope = (
-                lax.dynamic_update_slice(stacks[name], new[None].astype(stacks[name].dtype), at)
+                written(stacks[name], new[None, :, : len(places)], (repeat, zero, start, zero), 2)
                 for name, new in (("latent", latent), ("k_rope", k_rope))
             )
             stacks, kv_ids, keys, layer = {"latent": latent, "k_rope": k_rope}, present, (None, "batch"), repeat

@@ -10,15 +10,18 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-from k3jax.cache import Cache
+from k3jax.cache import Cache, check_cache, with_rows, written
 from k3jax.config import LayerKind, ModelConfig
+from k3jax.derivative import by_hand
 from k3jax.nn.layers import DenseFFN, Policy, embed, project, rms_norm, weight
 from k3jax.nn.mixers import KimiDeltaAttention, LatentAttention
 from k3jax.nn.moe import LatentMoE, expert_stacks
 from k3jax.nn.vision import Projector, VisionTower, place_images
 from k3jax.ops.attnres import attnres_mix, keep_depth, read_depth
-from k3jax.sharding import along, constrain, current_mesh, ways
-from k3jax.vision.batch import Images, pack, prepare
+from k3jax.ops.ids import in_range, refuse_unknown
+from k3jax.rules import multiple
+from k3jax.sharding import along, constrain, current_mesh, filled, tree_shardings, ways
+from k3jax.vision.batch import Images, enlarged, pack, prepare
 
 
 @flax.struct.dataclass
@@ -44,7 +47,7 @@ class Depth(NamedTuple):
     slot. `tape`: see `read_depth`."""
 
     sources: Array
-    tape: Array
+    tape: Array | None
     count: Array
 
 
@@ -85,7 +88,7 @@ class Layer(nn.Module):
             y, cache = mixer(h, inputs["ids"], cache, inputs["repeat"])
         else:
             mixer = LatentAttention(cfg, policy, name="self_attn")
-            where = inputs["repeat"], inputs["start"], inputs["present"]
+            where = inputs["repeat"], inputs["places"], inputs["present"]
             y, cache = mixer(h, inputs["attention_ids"], cache, *where)
         sources = add(y)
 
@@ -137,7 +140,7 @@ def recomputed(layer: Layer):
         d_params, d_sources = lax.optimization_barrier(pull(d_sources))
         return {name: d_params if name == "params" else None for name in variables}, Depth(d_sources, values, None), None, None
 
-    function = jax.custom_vjp(forward)
+    function = by_hand(forward)
     function.defvjp(keep, backward)
     return function
 
@@ -155,13 +158,17 @@ class Unit(nn.Module):
         """The carry is the residual state and the caches of all repeats; `at`, which repeat this is and its first layer."""
         (depth, cache), (repeat, first_layer) = carry, at
         new_cache, stats = {}, {}
+        remat = self.remat and cache is None and not self.is_initializing()
+        layer_type = Layer
+        if remat and self.policy.forward_mode:
+            layer_type, remat = nn.remat(Layer, prevent_cse=False), False
         for j, kind in enumerate(self.kinds):
             index = first_layer + j
             starts = index % (self.cfg.attn_res_block_size or 1) == 0
             name = f"layer_{j}"
             own = inputs | {"repeat": repeat, "experts": (inputs["experts"] or {}).get(name)}
-            layer = Layer(self.cfg, self.policy, kind, name=name)
-            if self.remat and cache is None and not self.is_initializing():
+            layer = layer_type(self.cfg, self.policy, kind, name=name)
+            if remat:
                 new_cache[name] = None
                 depth, layer_stats = recomputed(layer.clone(parent=None, name=None))(layer.variables, depth, starts, own)
             else:
@@ -234,28 +241,35 @@ class K3(nn.Module):
     ) -> Output:
         """Runs tokens [B,T] int, from the start or on from `cache`.
 
+        On a mesh, rows and tokens are filled up with padding to what it splits evenly, and what is returned is cut again.
+
         Args:
+            tokens: ids 0..vocab-1. Where their values are known, others are refused; in a traced program, and where mask
+                or segment_ids is 0 (which is not looked at), others embed as zeros.
             mask: [B,T], 1 for real tokens, 0 for padding on either side. Padded positions hold no meaning.
             segment_ids: [B,T], 1-based documents packed in a row, non-decreasing where not 0 = padding. Without a cache.
-            cache: from `init_cache` or an earlier call; the caller keeps cache.length + T within cache.max_len.
+            cache: from `init_cache` or an earlier call, with room for T more tokens. In a traced program, which does not
+                know its length, tokens beyond the room change nothing in it, and their hidden and logits are NaN.
             pixel_values, grid_thws: patches [n,3,p,p] of all images and [images,3] their frames, rows and columns;
                 `tokens` holds one placeholder an image. T widens as the images say, so all are concrete. Under
                 `jax.jit`, call `k3jax.vision.prepare` outside, and give its `Images` as pixel_values alone.
 
         Raises:
-            ValueError: segment_ids together with a mask or a cache, shapes that do not fit, or not as many placeholders
-                as images.
+            ValueError: segment_ids together with a mask or a cache, shapes or sizes that do not fit, a full cache, an
+                unknown token, or not as many placeholders as images.
         """
-        if isinstance(pixel_values, Images) and grid_thws is None and self.cfg.vision:
+        cfg, mesh = self.cfg, current_mesh()
+        if isinstance(pixel_values, Images) and grid_thws is None and cfg.vision:
             images = pixel_values
         elif pixel_values is None and grid_thws is None:
             images = None
         else:
-            devices = ways("seq", current_mesh())
-            prepared = prepare(self.cfg, tokens, pixel_values, grid_thws, mask, segment_ids, devices)
+            prepared = prepare(cfg, tokens, pixel_values, grid_thws, mask, segment_ids, ways("seq", mesh))
             tokens, mask, segment_ids, images = jax.tree.map(jnp.asarray, prepared)
-        if tokens.ndim != 2:
+        if tokens.ndim != 2 or not tokens.size:
             raise ValueError(f"tokens: found shape {tokens.shape}, must be [B,T]")
+        if not jnp.issubdtype(tokens.dtype, jnp.integer):
+            raise ValueError(f"tokens: found dtype {tokens.dtype}, must be integers")
         B, T = tokens.shape
         for name, array in (("mask", mask), ("segment_ids", segment_ids)):
             if array is not None and array.shape != (B, T):
@@ -263,36 +277,49 @@ class K3(nn.Module):
         if segment_ids is not None and (mask is not None or cache is not None):
             other = "mask" if mask is not None else "cache"
             raise ValueError(f"segment_ids: cannot be combined with {other}; segment 0 is padding, a cached row is one text")
-        if cache is not None and cache.present.shape[0] != B:
-            raise ValueError(f"cache: found batch {cache.present.shape[0]}, must be {B} like tokens")
-        if cache is not None and T > cache.max_len:
-            raise ValueError(f"cache: found max_len {cache.max_len}, must hold at least the {T} new tokens")
-        cfg = self.cfg
-        ids = segment_ids if mask is None else mask
-        ids = None if ids is None else ids.astype(jnp.int32)
-        attention_ids = jnp.ones((B, T), jnp.int32) if ids is None else ids
-        start, present = jnp.zeros((), jnp.int32), None
+        if images is not None and images.ids.shape[0] != B:
+            raise ValueError(f"pixel_values: found images of {images.ids.shape[0]} rows, must be {B} like tokens")
+        ids = segment_ids if mask is None else mask.astype(bool)
+        refuse_unknown(tokens, cfg.vocab_size, ids)
         if cache is not None:
-            start = cache.length
-            present = lax.dynamic_update_slice_in_dim(cache.present, attention_ids, start, axis=1)
-        inputs = {"ids": ids, "attention_ids": attention_ids, "start": start, "present": present, "experts": None}
+            check_cache(cfg, cache, B, T)
 
-        seq = along("seq", T)
+        # From here on rows and width are what the mesh splits evenly; empty rows and tokens are padding.
+        rows, width = _even(cache.rows if cache else B, T, 0 if cache else cfg.short_conv_kernel_size - 1)
+        start, places, present = jnp.zeros((), jnp.int32), None, None
+        if cache is not None or (rows, width) != (B, T):
+            ids = jnp.ones((B, T), jnp.int32) if ids is None else ids
+        ids = None if ids is None else filled(ids.astype(jnp.int32), (rows, width))
+        tokens = filled(in_range(tokens, cfg.vocab_size), (rows, width), cfg.vocab_size)
+        if images is not None:
+            images = enlarged(images, rows, multiple(images.ids.shape[1], cfg.vision.cell * ways("seq", mesh)), cfg.vision)
+        if cache is not None:
+            given, cache = cache, with_rows(cache, rows)
+            start = cache.length
+            fits = start + jnp.arange(width, dtype=jnp.int32) < cache.max_len
+            ids = jnp.where(fits[None], ids, 0)
+            places = start + jnp.arange(T, dtype=jnp.int32)
+            present = written(cache.present, ids[:, :T], (jnp.zeros((), jnp.int32), start), 1)
+        attention_ids = jnp.ones((rows, width), jnp.int32) if ids is None else ids
+        inputs = {"ids": ids, "attention_ids": attention_ids, "places": places, "present": present, "experts": None}
+
+        seq = along("seq", width)
         if images is None:
             x = embed(self.embed_tokens, tokens)
         else:
             # On CPUs the collectives of `embed` and of the tower, which do not depend on each other, can lock each other out.
-            x = constrain(jnp.take(self.embed_tokens, tokens, axis=0), "batch", seq, None)
+            x = constrain(jnp.take(self.embed_tokens, tokens, axis=0, mode="fill", fill_value=0), "batch", seq, None)
             features = self.mm_projector(self.vision_tower(images))
             x = place_images(x, features, tokens, images, cfg.vision.media_placeholder_token_id)
         sources = jnp.zeros((cfg.num_attn_res_blocks + 1, *x.shape), x.dtype).at[0].set(x)
         place = lambda x: constrain(x, None, "batch", seq, None)  # noqa: E731
-        depth = Depth(place(sources), place(jnp.zeros_like(sources)), jnp.zeros((), jnp.int32))
+        tape = None if self.policy.forward_mode else place(jnp.zeros_like(sources))
+        depth = Depth(place(sources), tape, jnp.zeros((), jnp.int32))
         layers, router, first = {}, {}, 0
         for s, (unit, repeats) in enumerate(cfg.segments):
             name = f"segment_{s}"
             repeat = jnp.arange(repeats, dtype=jnp.int32)
-            if cache is not None and self.experts == "packed" and ways("expert_out", current_mesh()) == 1:
+            if cache is not None and self.experts == "packed" and ways("expert_out", mesh) == 1:
                 # Split over more than the experts, a layer's slice has to be gathered anyway.
                 inputs["experts"] = expert_stacks(nn.unbox(self.variables["params"][name]))
             carry, at = (depth, cache and cache.layers[name]), (repeat, first + len(unit) * repeat)
@@ -307,16 +334,30 @@ class K3(nn.Module):
                 sources, depth.count, self.output_attn_res_proj, self.output_attn_res_norm, cfg.rms_norm_eps
             )
         if cache is not None:
-            cache = Cache(start + T, present, layers)
-        return Output(self.unembed(hidden), hidden, cache, router)
+            hidden = jnp.where(fits[None, :, None], hidden, jnp.nan)
+            cache = with_rows(given.replace(length=start + T, present=present, layers=layers), given.rows)
+        return Output(self.unembed(hidden)[:B, :T], hidden[:B, :T], cache, router)
 
     def unembed(self, hidden: Array) -> Array:
-        """head(RMSNorm(hidden)): [..., T, D] -> [..., T, vocab]."""
-        return constrain(project(*self.head_inputs(hidden)), "batch", along("time", hidden.shape[1]), "vocab")
+        """head(RMSNorm(hidden)): [B,T,D] -> [B,T,vocab]."""
+        B, T = hidden.shape[:2]
+        hidden = filled(hidden, _even(B, T))
+        logits = constrain(project(*self.head_inputs(hidden)), "batch", along("time", hidden.shape[1]), "vocab")
+        return logits[:B, :T]
 
     def head_inputs(self, hidden: Array) -> tuple[Array, Array]:
         """RMSNorm(hidden) [..., T, D] and the head [vocab, D], whose product are the logits."""
         return rms_norm(hidden, self.norm, self.cfg.rms_norm_eps), self.head
+
+
+def _even(B: int, T: int, least: int = 0) -> tuple[int, int]:
+    """Rows and tokens of a row, at least B and T, that the current mesh splits evenly; the latter into parts of `least`
+    tokens or more. A single token is not split."""
+    mesh = current_mesh()
+    rows, context = multiple(B, ways("batch", mesh)), ways("time", mesh)
+    if T == 1:
+        return rows, 1
+    return rows, multiple(max(T, least * context if context > 1 else 0), ways("seq", mesh))
 
 
 def init_variables(model: K3, key: Array):
@@ -327,3 +368,8 @@ def init_variables(model: K3, key: Array):
     images = vision and pack(vision, [[]] * len(tokens), room=vision.cell * ways("seq", mesh))
     variables = model.init(key, tokens, pixel_values=images)
     return {name: variables[name] for name in ("params", "router") if name in variables}
+
+
+def model_shardings(cfg: ModelConfig, mesh, experts: str = "dequantized"):
+    """NamedShardings of a model's variables, in a tree like what `load_hf` returns."""
+    return tree_shardings(jax.eval_shape(lambda: init_variables(K3(cfg, experts=experts), jax.random.key(0))), mesh)

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
+from k3jax.ops.ids import in_range, refuse_unknown
 from k3jax.ops.kda import accumulator
 from k3jax.sharding import along, gathered, mesh_axes, on_shards
 
@@ -15,9 +16,13 @@ from k3jax.sharding import along, gathered, mesh_axes, on_shards
 def token_losses(logits: Array, targets: Array, axes: tuple[str, ...] = ()) -> Array:
     """-log softmax(logits)[target] in nats, in float32 (float64 for float64): [...,vocab], [...] -> [...].
 
+    A target outside 0..vocab-1 is refused where its value is known; in a traced program its loss is NaN, its gradient zero.
+
     axes: mesh axes over which the vocabulary is split (inside `shard_map`); `logits` are then this device's part.
     """
-    logits = logits.astype(accumulator(logits.dtype))
+    vocab = logits.shape[-1] * (lax.axis_size(axes) if axes else 1)
+    refuse_unknown(targets, vocab, name="target")
+    logits, targets = logits.astype(accumulator(logits.dtype)), in_range(targets, vocab)
     top = jnp.max(lax.stop_gradient(logits), axis=-1)
     place = targets
     if axes:
@@ -28,7 +33,7 @@ def token_losses(logits: Array, targets: Array, axes: tuple[str, ...] = ()) -> A
     total, chosen = jnp.sum(jnp.exp(logits - top[..., None]), axis=-1), jnp.where(here, chosen - top, 0)
     if axes:
         total, chosen = lax.psum((total, chosen), axes)
-    return jnp.log(total) - chosen
+    return jnp.where(targets < vocab, jnp.log(total) - chosen, jnp.nan)
 
 
 def cross_entropy(hidden: Array, head: Array, targets: Array, weights: Array, chunk: int = 256) -> Array:
@@ -38,7 +43,8 @@ def cross_entropy(hidden: Array, head: Array, targets: Array, weights: Array, ch
     once, and its gradient is summed once; devices that share the vocabulary take the same tokens together.
 
     Args:
-        hidden: [B,T,D]. head: [vocab,D]. targets: [B,T] int. weights: [B,T], 0 where nothing is learnt.
+        hidden: [B,T,D]. head: [vocab,D]. targets: [B,T] int. weights: [B,T], 0 where nothing is learnt and the target is
+            not looked at.
         chunk: a device takes so many of its tokens at a time; R devices that share the vocabulary take theirs together, and
             each holds R chunk rows of vocab / R logits.
 
@@ -49,7 +55,8 @@ def cross_entropy(hidden: Array, head: Array, targets: Array, weights: Array, ch
         >>> total = cross_entropy(*model.apply(variables, out.hidden, method="head_inputs"), targets, weights)
         >>> loss = total / jnp.sum(weights)
     """
-    tokens = ("batch", along("seq", hidden.shape[1]))
+    refuse_unknown(targets, head.shape[0], weights, "target")
+    targets, tokens = in_range(targets, head.shape[0]), ("batch", along("seq", hidden.shape[1]))
     weights = weights.astype(accumulator(hidden.dtype))
     run = on_shards(partial(_local, chunk, *map(mesh_axes, tokens)), [tokens, ("vocab", "embed"), tokens, tokens], [()])
     return run(hidden, head, targets, weights)[0]
@@ -71,7 +78,8 @@ def _local(chunk, batch, seq, hidden, head, targets, weights):
     def step(total, part):
         hidden, targets, weights = lax.all_gather(part, shared, tiled=True) if shared else part
         logits = lax.dot_general(hidden, head, (((1,), (1,)), ((), ())))
-        return total + jnp.sum(weights * token_losses(logits, targets, rows)), None
+        losses = token_losses(logits, targets, rows)
+        return total + jnp.sum(jnp.where(weights == 0, 0, weights * losses)), None
 
     total, _ = lax.scan(step, jnp.zeros((), weights.dtype), tuple(map(chunks, (hidden, targets, weights))))
     apart = batch + tuple(axis for axis in seq if axis not in shared)

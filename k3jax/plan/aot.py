@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from k3jax.config import ModelConfig
+from k3jax.rules import pieces
 from k3jax.run_config import DataConfig, MeshConfig, RunConfig, TrainConfig
 
 # The compiler asks the machine about its TPUs unless it is told; the topology decides what it compiles for.
@@ -55,7 +56,7 @@ class Program:
     phase: Literal["train", "decode", "prefill"] = "train"
     """What the step does."""
     batch: int = 1024
-    """Sequences, over all devices."""
+    """Sequences, over all devices; in serving, any number."""
     length: int = 4096
     """Tokens of a sequence in training, of a row's cache in serving."""
     piece: int = 8192
@@ -88,21 +89,20 @@ class Program:
             raise ValueError(f"topology={self.topology}: must be a family with chips along each axis, such as {known}")
         if self.phase == "train":
             self.run_config().validate()
-        elif self.batch % (rows := self.mesh.data * self.mesh.fsdp * self.mesh.expert):
-            raise ValueError(f"batch={self.batch}: must be a multiple of mesh.data*mesh.fsdp*mesh.expert={rows}")
 
     def smaller(self) -> list[tuple[str, Program]]:
         """What could be changed to need less memory, one thing at a time, the smallest change first."""
-        rows = self.batch // (self.mesh.data * self.mesh.fsdp * self.mesh.expert)
+        parts = pieces("batch", vars(self.mesh))
+        rows = -(-self.batch // parts)
         halves = [2**i for i in range(1, rows.bit_length()) if rows % 2**i == 0]
         if self.phase == "train":
-            parts = [self.grad_accum * n for n in halves if rows % (self.grad_accum * n) == 0]
+            more = [self.grad_accum * n for n in halves if rows % (self.grad_accum * n) == 0]
             found = [] if self.remat else [("remat", True)]
-            found += [("grad_accum", n) for n in parts]
+            found += [("grad_accum", n) for n in more]
         else:
             found = [("experts", "packed")] if self.experts != "packed" and self.model.quantized_experts else []
             found += [("piece", self.piece // n) for n in (2, 4, 8)] if self.phase == "prefill" else []
-            found += [("batch", self.batch // n) for n in halves]
+            found += [("batch", rows // n * parts) for n in halves]
             found += [("length", self.length // n) for n in (2, 4, 8)]
         return [(f"{name}={value}", dataclasses.replace(self, **{name: value})) for name, value in found]
 
@@ -277,7 +277,8 @@ def _lowered(program: Program, mesh):
     place = lambda x, sharding: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)  # noqa: E731
     variables = jax.tree.map(place, nn.unbox(boxed), tree_shardings(boxed, mesh))
     shape = program.batch, 1 if program.phase == "decode" else program.piece
-    tokens, mask = (array(shape, jnp.int32, "batch", None) for _ in range(2))
+    rows = "batch" if program.batch == cache.rows else None  # else each device has them all, and the model shares them out
+    tokens, mask = (array(shape, jnp.int32, rows, None) for _ in range(2))
     key = jax.eval_shape(lambda: jax.random.key(0))
     advance = make_advance(model, 0.0, cache_shardings=shardings)
     return advance.lower(variables, tokens, mask, jax.tree.map(place, cache, shardings), key)
@@ -310,7 +311,7 @@ def _does_not_fit(message: str) -> dict[str, Any]:
 
 
 def _read(compiled, mesh) -> dict[str, Any]:
-    from k3jax.bench import hlo, hlo_bytes
+    from k3jax.plan import hlo, hlo_bytes
 
     memory, text = compiled.memory_analysis(), compiled.as_text()
     arguments, outputs = memory.argument_size_in_bytes, memory.output_size_in_bytes

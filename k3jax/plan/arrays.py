@@ -159,9 +159,9 @@ def gradient_bytes(config: ModelConfig, workload: Train, mesh: Mapping[str, int]
 
 def batch_bytes(workload: Workload, mesh: Mapping[str, int]) -> float:
     """Tokens, targets, segments and weights of training, tokens and mask of serving: 4 bytes each, split by row."""
-    arrays = 4 if isinstance(workload, Train) else 2
-    per_row = workload.sequence if isinstance(workload, Train) else workload.new
-    return 4 * arrays * workload.batch * per_row / pieces("batch", mesh)
+    if isinstance(workload, Train):
+        return 4 * 4 * workload.tokens / pieces("batch", mesh)
+    return 4 * 2 * workload.rows(mesh) * workload.new
 
 
 def kda_state_bytes(config: ModelConfig, rows: float, heads: float | None = None) -> float:
@@ -184,7 +184,7 @@ def mla_cache_bytes(config: ModelConfig, rows: float, tokens: float) -> float:
 
 def cache_bytes(config: ModelConfig, workload: Serve, mesh: Mapping[str, int]) -> dict[str, float]:
     """On a device: states and tails are split over batch and heads, latents, which all heads share, over the batch."""
-    rows = workload.batch / pieces("batch", mesh)
+    rows = workload.rows(mesh)
     heads = config.kda_num_heads / pieces("heads", mesh)
     return {
         "KDA state": kda_state_bytes(config, rows, heads) + conv_tail_bytes(config, rows, heads),

@@ -78,7 +78,7 @@ def sizes(config: ModelConfig, workload: Workload, strategy: Strategy) -> Sizes:
         flat = rows * workload.sequence / pieces("seq", mesh)
         keys = float(workload.sequence)
     else:
-        rows = workload.batch / pieces("batch", mesh)
+        rows = float(workload.rows(mesh))
         time = float(workload.new)  # a cached row stays whole
         flat = rows * (workload.new / pieces("seq", mesh) if workload.new > 1 else 1)
         # A prompt's pieces meet, on average, half of the context.
@@ -203,9 +203,10 @@ def moe(config: ModelConfig, s: Sizes, exchange: str) -> Iterator[Product]:
     rows = expert_rows(s, exchange)
     yield Product("experts", rows, L, F, 2)
     yield Product("experts", rows, F, L)
-    n = s.rows * s.time
-    yield Product("shared", n, D, s.shared, 2)
-    yield Product("shared", n, s.shared, D)
+    if s.shared:
+        n = s.rows * s.time
+        yield Product("shared", n, D, s.shared, 2)
+        yield Product("shared", n, s.shared, D)
 
 
 def expert_rows(s: Sizes, exchange: str) -> float:
@@ -226,9 +227,12 @@ def expert_rows(s: Sizes, exchange: str) -> float:
 
 def used_share(config: ModelConfig, workload: Workload, strategy: Strategy) -> float:
     """Part of its resident experts that a device reads, those that any token chose: 1 - (1 - k/E)^n of n tokens with
-    random choices."""
-    mesh, new = strategy.mesh, workload.sequence if isinstance(workload, Train) else workload.new
-    tokens = workload.batch * new / (mesh.data * mesh.fsdp)
+    random choices. Empty rows choose none."""
+    mesh = strategy.mesh
+    if isinstance(workload, Train):
+        tokens = workload.tokens / (mesh.data * mesh.fsdp)
+    else:
+        tokens = min(workload.batch, workload.rows(vars(mesh)) * mesh.expert) * workload.new
     return 1 - (1 - config.num_experts_per_token / config.num_experts) ** tokens
 
 

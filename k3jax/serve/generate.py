@@ -16,7 +16,9 @@ from k3jax.cache import Cache, init_cache
 from k3jax.config import ModelConfig
 from k3jax.hf import load_hf
 from k3jax.nn.model import K3
+from k3jax.paths import expand
 from k3jax.runtime import compiler_options
+from k3jax.serve import sampling
 from k3jax.serve.sampler import sample
 from k3jax.text import ByteTokenizer
 from k3jax.tokens import check_tokens
@@ -36,6 +38,7 @@ def load_model(
     Raises:
         ValueError: neither kind of checkpoint, or one without packed experts asked for `experts="packed"`.
     """
+    checkpoint = expand(checkpoint)
     if (Path(checkpoint) / "config.json").is_file():
         variables = load_hf(checkpoint, experts=experts)
         return K3(ModelConfig.from_hf(checkpoint), experts=experts, mxfp8_inputs=mxfp8_inputs), variables
@@ -74,6 +77,10 @@ def generate_tokens(
 
     `images` are those of the prompt's placeholders, in their order.
 
+    Raises:
+        ValueError: no prompt, a token outside the vocabulary, a setting of the sampler out of its range, images that do
+            not fit, or logits that are no numbers.
+
     Example:
         >>> list(generate_tokens(model, variables, ByteTokenizer.encode("def "), 5, temperature=0.0))
         [115, 101, 108, 102, 44]
@@ -82,6 +89,7 @@ def generate_tokens(
     if prompt.size == 0:
         raise ValueError("prompt: found no tokens, must hold at least one")
     check_tokens(prompt, cfg.vocab_size)
+    sampling.check(temperature, top_k, top_p)
     packed = None
     if cfg.vision:
         prompt = widen(cfg.vision, prompt[None], [image.grid for image in images])[0][0]
@@ -94,14 +102,16 @@ def generate_tokens(
             f"max_position_embeddings={cfg.max_position_embeddings} together"
         )
     pad = bucket(prompt.size, PROMPT_UNIT) - prompt.size
-    tokens = jnp.asarray(np.pad(prompt, (pad, 0)), jnp.int32)[None]
+    tokens = jnp.asarray(np.pad(prompt.astype(np.int32), (pad, 0), constant_values=-1))[None]
     mask = jnp.asarray(np.arange(tokens.shape[1]) >= pad, jnp.int32)[None]
 
     advance = make_advance(model, temperature, top_k, top_p)
     cache = init_cache(cfg, 1, tokens.shape[1] + max_tokens, model.dtype)
     one = jnp.ones((1, 1), jnp.int32)
-    for key in jax.random.split(jax.random.key(seed), max_tokens):
+    for n, key in enumerate(jax.random.split(jax.random.key(seed), max_tokens)):
         token, cache = advance(variables, tokens, mask, cache, key, packed)
+        if int(token[0]) < 0:
+            raise ValueError(f"logits: found NaN or infinite ones for token {n}: the weights hold such values, or overflow")
         if int(token[0]) == cfg.eos_token_id:
             return
         yield int(token[0])
@@ -124,6 +134,7 @@ def generate_text(
 
     `images`: what `k3jax.vision.preprocess` takes; each stands where the prompt says `<image>`, or all before it.
     """
+    sampling.check(temperature, top_k, top_p)
     model, variables = load_model(checkpoint, experts, mxfp8_inputs)
     if model.cfg.vocab_size != ByteTokenizer.vocab_size:
         raise ValueError(

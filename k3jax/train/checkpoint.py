@@ -28,6 +28,7 @@ from orbax.checkpoint import multihost
 from orbax.checkpoint import v1 as ocp
 
 from k3jax.hf.pieces import PIECE_BYTES, Box, Pieced, boxes
+from k3jax.paths import expand
 
 # Orbax logs the traceback of a failed save from each of its threads; here the failure is raised, as one line.
 logging.getLogger("absl").addFilter(lambda record: f"{os.sep}orbax{os.sep}" not in record.pathname)
@@ -64,7 +65,7 @@ def resolve(path: str | Path) -> tuple[Path, int]:
         >>> resolve("runs/k3/checkpoints/200")
         (PosixPath('runs/k3/checkpoints'), 200)
     """
-    path = Path(path)
+    path = Path(expand(path))
     for folder in (path / "checkpoints", path):
         if steps := _steps(folder):
             return folder, steps[-1]
@@ -89,7 +90,7 @@ class Checkpoints:
     """
 
     def __init__(self, folder: str | Path, keep: int = 1):
-        self.folder = Path(folder).absolute()
+        self.folder = Path(expand(folder)).absolute()
         self.keep = keep
         self._orbax: ocp.training.Checkpointer | None = None
         self._saving: int | None = None

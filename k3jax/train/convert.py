@@ -20,6 +20,7 @@ from k3jax.hf.names import tree_shapes
 from k3jax.hf.pieces import Box, Pieced
 from k3jax.hf.save import SHARD_BYTES, write_released
 from k3jax.hf.stream import MEMORY, Job, run
+from k3jax.paths import expand
 from k3jax.train.checkpoint import Checkpoints, PieceWriter, resolve
 
 
@@ -69,7 +70,7 @@ def import_checkpoint(
     """
     plan = plan_import(source, experts, layers, allow_nonfinite)
     try:
-        writer = PieceWriter(Path(destination) / "checkpoints", 0, plan.leaves, plan.meta, plan.identity)
+        writer = PieceWriter(Path(expand(destination)) / "checkpoints", 0, plan.leaves, plan.meta, plan.identity)
         jobs, written = [], set()
         for path, leaf in plan.leaves.items():
             for number, box in enumerate(leaf.boxes()):

@@ -14,6 +14,7 @@ import jax
 import numpy as np
 
 from k3jax.config import ModelConfig, VisionConfig
+from k3jax.sharding import filled
 from k3jax.vision.image import MAX_GRID, Patches
 
 UNIT = 64  # sizes of buckets are multiples of this
@@ -102,6 +103,13 @@ def pack(cfg: VisionConfig, rows: Sequence[Sequence[Patches]], room: int | None 
             slots[b, at // cfg.cell : here.stop // cfg.cell] = token + np.arange(t * cells) % cells
             at, token = here.stop, token + cells
     return Images(patches, ids, places, grids, slots)
+
+
+def enlarged(images: Images, rows: int, room: int, cfg: VisionConfig) -> Images:
+    """`images` with empty rows and empty patches, up to `rows` of `room` patches."""
+    sizes = {"patches": room, "ids": room, "places": room, "grids": room, "slots": room // cfg.cell}
+    empty = {"grids": 1, "slots": -1}
+    return Images(**{n: filled(getattr(images, n), (rows, size), empty.get(n, 0)) for n, size in sizes.items()})
 
 
 def widen(cfg: VisionConfig, tokens, grids, mask=None, segment_ids=None):

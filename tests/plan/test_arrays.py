@@ -11,11 +11,13 @@ import numpy as np
 import pytest
 
 from k3jax import K3, ModelConfig, init_cache, make_mesh
+from k3jax.cache import cache_shardings
 from k3jax.nn.model import init_variables
 from k3jax.plan import analytic, arrays
 from k3jax.plan.setting import Serve, Strategy, Train
 from k3jax.run_config import DataConfig, MeshConfig, RunConfig, TrainConfig, load_model
-from k3jax.sharding import model_shardings, spec
+from k3jax.nn.model import model_shardings
+from k3jax.sharding import spec
 from k3jax.train import step as training
 
 ROOT = Path(__file__).parents[2]
@@ -25,9 +27,14 @@ KIMI_LINEAR = load_model(ROOT / "configs" / "kimi_linear_48b.py")
 BYTES = {"BF16": 2, "F32": 4, "U8": 1}
 
 
-@pytest.fixture(scope="module", params=["kimi_k3", "kimi_linear"])
+@pytest.fixture(scope="module", params=["kimi_k3", "kimi_linear", "tied, none shared", "no experts"])
 def small(request, tiny):
-    """The tiny model, and one with Kimi-Linear's parts: no query rank, no gates of full rank, experts on the width."""
+    """The tiny model, and one with Kimi-Linear's parts: no query rank, no gates of full rank, experts on the width; one
+    with less than released models have, and one with dense layers alone."""
+    if request.param == "tied, none shared":
+        return dataclasses.replace(tiny, tie_word_embeddings=True, num_shared_experts=0)
+    if request.param == "no experts":
+        return dataclasses.replace(tiny, first_k_dense_replace=2)
     if request.param == "kimi_k3":
         vision = ModelConfig.from_hf(ROOT / "tests" / "data" / "k3_tiny").vision
         vision = dataclasses.replace(vision, text_hidden_size=tiny.hidden_size, media_placeholder_token_id=1)
@@ -74,6 +81,16 @@ def test_cache_bytes_are_those_of_the_cache(small):
     total = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(cache))
     workload = Serve(batch=4, context=64)
     assert sum(arrays.cache_bytes(small, workload, vars(MeshConfig())).values()) == total - 4  # its length
+
+
+def test_cache_bytes_on_a_mesh_that_does_not_divide_the_rows(small):
+    mesh = make_mesh(fsdp=2, expert=2, tensor=2)
+    with jax.set_mesh(mesh):
+        cache = jax.eval_shape(lambda: init_cache(small, 5, 64, jax.numpy.bfloat16))
+    shards = zip(jax.tree.leaves(cache), jax.tree.leaves(cache_shardings(cache, mesh)), strict=True)
+    total = sum(math.prod(sharding.shard_shape(x.shape)) * x.dtype.itemsize for x, sharding in shards)
+    found = arrays.cache_bytes(small, Serve(batch=5, context=64), dict(mesh.shape))
+    assert sum(found.values()) == total - 4
 
 
 @pytest.mark.parametrize("experts", ["dequantized", "packed"])

@@ -7,6 +7,7 @@ import math
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -116,7 +117,6 @@ def test_more_of_everything_takes_more():
         ),
         (Train(batch=0), {}, "batch=0: must be at least 1"),
         (Train(), {"tensor": 64}, "num_attention_heads=96: must be a multiple of mesh.tensor=64"),
-        (Serve(batch=3), {"expert": 2}, "batch=3: must be a multiple of mesh.data*mesh.fsdp*mesh.expert=2"),
         (Serve("prefill", piece=24), {"context": 16}, "piece=24: must be a multiple of mesh.context*mesh.tensor=16"),
         (Serve(batch=256), {"expert": 256}, "num_experts=896: must be a multiple of mesh.expert*mesh.tensor=256"),
     ],
@@ -125,6 +125,17 @@ def test_what_does_not_divide_is_refused(workload, mesh, says):
     with pytest.raises(ValueError) as error:
         analytic.predict(KIMI_K3, workload, Strategy(MeshConfig(**mesh)), V5P)
     assert says in str(error.value) and "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("phase, batch, full", [("decode", 1, 8), ("decode", 9, 16), ("prefill", 5, 8)])
+def test_rows_that_the_mesh_does_not_divide_are_filled_up(phase, batch, full):
+    """It holds, computes and sends what the next number of rows does; what it yields is what was asked for."""
+    strategy = Strategy(MeshConfig(data=2, expert=4))
+    some, all_ = (analytic.predict(KIMI_K3, Serve(phase, rows, 4096), strategy, V5P) for rows in (batch, full))
+    assert some.arguments == all_.arguments and some.temporaries == all_.temporaries
+    assert some.compute_seconds == all_.compute_seconds and some.communication == all_.communication
+    assert some.tokens_per_second * some.step_seconds == pytest.approx(all_.tokens_per_second * all_.step_seconds * batch / full)
+    assert some.memory_seconds <= all_.memory_seconds  # empty rows choose no experts
 
 
 def test_what_does_not_fit_says_by_how_much_and_where():
@@ -168,3 +179,28 @@ def test_the_presets_answer():
 )
 def test_amounts(number, unit, text):
     assert answer.amount(number, unit) == text
+
+
+@pytest.mark.parametrize("workload", [Train(batch=24, sequence=96), Serve("prefill", 8, 4096, 1536)])
+def test_what_is_left_out_of_a_search_is_what_does_not_fit(workload):
+    every = [MeshConfig(*sizes) for sizes in search.factorisations(96, 5)]
+    variants = search.choices(workload)
+    fits = [len(choice) for mesh in every for same, choice in variants if search._fits(KIMI_K3, same, mesh)]
+    found = search.search(KIMI_K3, workload, V5P, 96)
+    assert found.tried == sum(fits) > 0
+    assert found.tried + found.refused == len(every) * sum(len(choice) for _, choice in variants)
+
+
+@pytest.mark.parametrize(
+    "devices, workload",
+    [
+        (2**20, Train()),
+        (720720, Train()),
+        (720720, Train(batch=720720, sequence=2520)),  # as many divisors as can be
+        (1000003, Serve("decode", 1024)),  # a prime
+    ],
+)
+def test_a_search_over_a_million_devices_ends(devices, workload):
+    start = time.process_time()
+    search.search(KIMI_K3, workload, V5P, devices)
+    assert time.process_time() - start < 10

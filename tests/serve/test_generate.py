@@ -1,6 +1,7 @@
 """Generation against the model itself, and the sampler against hand-made distributions."""
 
 import dataclasses
+from functools import partial
 
 import flax.linen as nn
 import jax
@@ -116,3 +117,87 @@ def test_sampler_keeps_to_top_k_and_top_p():
     cold = np.asarray(sample(logits, jax.random.key(0), 0.25))
     assert abs(np.mean(cold == 0) - 0.5**4 / (0.5**4 + 0.3**4 + 0.15**4 + 0.05**4)) < 0.04
     assert np.all(np.asarray(sample(logits, jax.random.key(0), 0.0)) == 0)
+
+
+def drawn(logits, rows=500, **settings):
+    """The tokens that are ever drawn of one row's logits."""
+    many = jnp.repeat(jnp.asarray(logits)[None], rows, axis=0)
+    return np.unique(sample(many, jax.random.key(0), **{"temperature": 1.0, **settings})).tolist()
+
+
+def test_equal_logits_are_cut_by_rank():
+    assert drawn([0.0] * 5, top_k=2) == [0, 1]
+    assert drawn([0.0, 2.0, 2.0, 1.0, 2.0], top_k=2) == [1, 2]
+    assert drawn([0.0] * 5, top_p=0.4) == [0, 1]
+    assert drawn([0.0] * 5, top_p=1e-60) == [0]  # zero in float32
+    assert drawn([0.0] * 5, top_k=9) == [0, 1, 2, 3, 4]
+    assert drawn([-0.0, 0.0, 0.0], top_k=1) == [0]
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float64"])
+def test_one_candidate_is_greedy(dtype):
+    logits = jax.random.normal(jax.random.key(1), (2000, 200)).astype(dtype)
+    greedy = sample(logits, jax.random.key(0), 0.0)
+    np.testing.assert_array_equal(greedy, np.argmax(logits, axis=-1))
+    np.testing.assert_array_equal(sample(logits, jax.random.key(0), 1.0, top_k=1), greedy)
+    ordered = jnp.sort(logits, axis=-1)
+    if dtype == "bfloat16":
+        assert np.mean(ordered[:, -1] == ordered[:, -2]) > 0.005  # there are ties
+
+
+@pytest.mark.parametrize("temperature", [1e-30, 1e-38, 1e-45, 5e-324])
+def test_the_coldest_take_the_likeliest(temperature):
+    for dtype in (jnp.float32, jnp.bfloat16):
+        logits = jnp.asarray([[1.0, 3.0, 2.0], [-1e38, -3e38, -2e38]], dtype)
+        for limits in ({}, {"top_k": 2}, {"top_p": 0.9}):
+            assert sample(logits, jax.random.key(0), temperature, **limits).tolist() == [1, 0]
+
+
+def test_the_hottest_take_any():
+    assert drawn([1.0, 3.0, 2.0], temperature=1e300) == [0, 1, 2]
+    assert drawn([1.0, -np.inf, 2.0], temperature=1e300) == [0, 2]
+
+
+@pytest.mark.parametrize(
+    "settings, message",
+    [
+        ({"temperature": -1.0}, "temperature: found -1.0, must be 0 or more, and finite"),
+        ({"temperature": float("nan")}, "temperature: found nan, must be 0 or more"),
+        ({"temperature": float("inf")}, "temperature: found inf, must be 0 or more"),
+        ({"temperature": "1"}, "temperature: found '1', must be 0 or more"),
+        ({"top_k": -1}, "top_k: found -1, must be 0 or more, and whole"),
+        ({"top_k": 1.5}, "top_k: found 1.5, must be 0 or more, and whole"),
+        ({"top_p": 0}, "top_p: found 0, must be above 0 and at most 1"),
+        ({"top_p": 1.1}, "top_p: found 1.1, must be above 0"),
+        ({"top_p": float("nan")}, "top_p: found nan, must be above 0"),
+    ],
+)
+def test_settings_of_the_sampler(model, settings, message):
+    settings = {"temperature": 1.0, **settings}
+    for run in (
+        partial(sample, jnp.zeros((1, 3)), jax.random.key(0)),
+        lambda **x: next(generate_tokens(*model, np.array([97]), 4, **x)),
+        lambda **x: next(generate_text("no such folder", "a", **x)),  # before anything is read
+    ):
+        with pytest.raises(ValueError) as error:
+            run(**settings)
+        assert str(error.value).startswith(message)
+
+
+def test_logits_that_are_no_numbers_give_no_token(model):
+    nan, inf = float("nan"), float("inf")
+    logits = jnp.asarray([[nan, 1.0], [1.0, inf], [-inf, -inf], [-inf, 1.0]])
+    for settings in ({"temperature": 0.0}, {"temperature": 1.0}, {"temperature": 1.0, "top_k": 1}, {"temperature": 1.0, "top_p": 0.5}):
+        assert sample(logits, jax.random.key(0), **settings).tolist() == [-1, -1, -1, 1]
+    net, variables = model
+    broken = variables | {"params": variables["params"] | {"norm": jnp.full_like(variables["params"]["norm"], nan)}}
+    with pytest.raises(ValueError, match="logits: found NaN or infinite ones for token 0"):
+        next(generate_tokens(net, broken, np.array([97]), 4))
+
+
+def test_no_more_tokens_than_the_model_has_positions(model):
+    k3, variables = model
+    short = k3.clone(cfg=dataclasses.replace(k3.cfg, max_position_embeddings=40))
+    says = "max_tokens=36: found 5 tokens in the prompt, must be at most max_position_embeddings=40 together"
+    with pytest.raises(ValueError, match=says):
+        next(generate_tokens(short, variables, np.arange(5), 36))

@@ -249,3 +249,19 @@ def test_bigram_of_independent_bytes_is_their_entropy():
 def test_bigram_needs_a_target():
     with pytest.raises(ValueError, match="no held-out byte has a predecessor"):
         bigram_nats(ByteDataset(THREE, 4, 1), ByteDataset([b"a"] * 9, 4, 1))
+
+
+def test_what_is_no_regular_file_is_refused_or_left_out(tmp_path, monkeypatch, caplog):
+    (tmp_path / "a.txt").write_text("text")
+    (tmp_path / "link.txt").symlink_to(tmp_path / "nothing")
+    os.mkfifo(tmp_path / "pipe.txt")
+    assert find_text([str(tmp_path)]) == [tmp_path / "a.txt"]  # a walk leaves it out, and says so
+    assert "2 of 3 files" in caplog.text
+    for named in ("pipe.txt", "*.txt"):
+        with pytest.raises(ValueError, match="pipe.txt: is a pipe, must be a regular file or a folder"):
+            find_text([str(tmp_path / named)])
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert find_text(["~/a.txt"]) == [tmp_path / "a.txt"]
+    for empty in ("", " "):
+        with pytest.raises(ValueError, match="data.paths: .* must be the name of a file or folder"):
+            find_text([empty])
