@@ -174,7 +174,7 @@ class ModelConfig:
     max_position_embeddings: int = 1048576
     quantized_experts: bool = False  # checkpoints hold the routed experts as packed MXFP4
     bos_token_id: int | None = None
-    eos_token_id: int | None = None
+    eos_token_id: int | tuple[int, ...] | None = None
     pad_token_id: int | None = None
     vision: VisionConfig | None = None
 
@@ -285,6 +285,12 @@ class ModelConfig:
             )
             for i in range(self.num_hidden_layers)
         )
+
+    @property
+    def stop_ids(self) -> frozenset[int]:
+        """Tokens that end a generation: `eos_token_id`, one, several or none."""
+        ids = self.eos_token_id
+        return frozenset(ids if isinstance(ids, tuple) else () if ids is None else (ids,))
 
     @property
     def segments(self) -> tuple[Segment, ...]:
@@ -423,7 +429,8 @@ class ModelConfig:
             if field.name in _ELSEWHERE:
                 continue
             if field.name in text:
-                values[field.name] = text.pop(field.name)
+                value = text.pop(field.name)
+                values[field.name] = _tuple_of(value) if field.name in _TOKEN_IDS else value
                 _check_type(field.name, values[field.name], hints[field.name])
             elif field.default is dataclasses.MISSING:
                 raise ValueError(f"{field.name}: missing from the config")
@@ -447,7 +454,7 @@ class ModelConfig:
                 f"must equal num_attention_heads={values['num_attention_heads']}"
             )
         _check_known(text, _IGNORED, "text_config." if model_type == "kimi_k3" else "")
-        values |= {key: outer[key] for key in _TOKEN_IDS if key in outer}
+        values |= {key: _tuple_of(outer[key]) for key in _TOKEN_IDS if key in outer}
         if quantization is not None:
             _check_object("quantization_config", quantization)
             if quantization.get("format") != "mxfp4-pack-quantized":
@@ -463,7 +470,7 @@ class ModelConfig:
     def to_hf(self) -> dict[str, Any]:
         """The released `config.json` this configuration stands for; `from_hf` inverts it."""
         text: dict[str, Any] = {
-            field.name: getattr(self, field.name)
+            field.name: _list_of(getattr(self, field.name))
             for field in dataclasses.fields(self)
             if field.name not in _ELSEWHERE
         }
@@ -489,7 +496,7 @@ class ModelConfig:
             "dtype": "bfloat16",
             "tie_word_embeddings": self.tie_word_embeddings,
             "bos_token_id": self.bos_token_id,
-            "eos_token_id": self.eos_token_id,
+            "eos_token_id": _list_of(self.eos_token_id),
             "pad_token_id": self.pad_token_id,
             "text_config": text,
         }
@@ -694,6 +701,10 @@ def _check_known(found: Mapping[str, Any], known, prefix: str) -> None:
 def _tuple_of(value: Any) -> Any:
     """JSON has lists where a configuration, to be hashable, has tuples."""
     return tuple(value) if isinstance(value, list) else value
+
+
+def _list_of(value: Any) -> Any:
+    return list(value) if isinstance(value, tuple) else value
 
 
 def _vision_from_hf(vision: Mapping[str, Any], placeholder: int) -> VisionConfig:

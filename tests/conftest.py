@@ -67,11 +67,14 @@ def tiny():
 
 @pytest.fixture(scope="session")
 def words(tmp_path_factory):
-    """Folder of a tokenizer of the released kind with 2,560 ids, trained on some sources and some lines of other scripts."""
+    """Folder of a tokenizer of the released kind with 2,560 ids, trained on some sources and on other scripts."""
     folder = tmp_path_factory.mktemp("words")
     sources = [Path(json.__file__), Path(shutil.__file__), Path(os.__file__)]
-    scripts = ["Der Käse — naïve Straße, déjà vu. Съешь ещё этих мягких булок. Ελληνικά γράμματα.\n" * 9,
-               "你好，世界！我是学生。漢字とかなとカタカナ。안녕하세요 세계. مرحبا بالعالم שלום עולם नमस्ते दुनिया 🙂👩‍💻\n" * 9]
+    scripts = [
+        "Der Käse — naïve Straße, déjà vu. Съешь ещё этих мягких булок. Ελληνικά γράμματα.\n" * 9,
+        "你好，世界！我是学生。漢字とかなとカタカナ。안녕하세요 세계.\n" * 9,
+        "مرحبا بالعالم שלום עולם नमस्ते दुनिया 🙂👩‍💻\n" * 9,
+    ]
     train_tokenizer([*(source.read_text(encoding="utf-8") for source in sources), *scripts], 2560, folder)
     return folder
 

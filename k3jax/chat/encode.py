@@ -3,7 +3,8 @@
     prompt    := [tool-declare] [thinking-effort] message* [tool-choice] [response-format] [prefix]
     message   := tag(message, role, ...) content end(message) <|end_of_msg|>
     assistant := tag(message, role="assistant") [think] response [tools] end(message) <|end_of_msg|>
-    tag(name, key=value ...) := <|open|> name (' ' key '="' value '"')* <|sep|>        end(name) := <|close|> name <|sep|>
+    tag(name, key=value ...) := <|open|> name (' ' key '="' value '"')* <|sep|>
+    end(name) := <|close|> name <|sep|>
 
 Markers are typed: only a piece with `marker` becomes a special id, and no text can.
 """
@@ -22,13 +23,18 @@ from k3jax.chat.messages import images as images_of
 from k3jax.text.base import Tokenizer
 
 OPEN, CLOSE, SEP, END = "<|open|>", "<|close|>", "<|sep|>", "<|end_of_msg|>"
-MEDIA_BEGIN, MEDIA_CONTENT, MEDIA_PAD, MEDIA_END = "<|media_begin|>", "<|media_content|>", "<|media_pad|>", "<|media_end|>"
+MEDIA_BEGIN, MEDIA_CONTENT, MEDIA_PAD, MEDIA_END = (
+    "<|media_begin|>",
+    "<|media_content|>",
+    "<|media_pad|>",
+    "<|media_end|>",
+)
 EFFORTS = ("low", "medium", "high", "max")
 LEARN = ("assistant", "last", "all")
 
 _EFFORT = """\
-`thinking_effort` guides on how much to think in your thinking channel (not including the response channel), supported values \
-include `low`, `medium`, `high`, and `max`.
+`thinking_effort` guides on how much to think in your thinking channel (not including the response channel), \
+supported values include `low`, `medium`, `high`, and `max`.
 Now the system is invoked with `thinking_effort={}`."""
 _TOOLS = """\
 # Tools
@@ -65,10 +71,12 @@ The JSON data must match the following schema:
 class Piece(NamedTuple):
     """Text that is tokenised alone, or a marker.
 
-    `origin`: whose words they are: "header" for tags that are given, "assistant.tag" for those the assistant writes,
-    "assistant.think", "assistant.response", "assistant.call", "system", "user", "tool", "image", or what the format itself
-    says: "tools", "effort", "choice", "format". `message`: place in the messages, -1 for what stands before them and their
-    number for what stands behind; pieces of one message stand together.
+    Attributes:
+        origin: whose words they are: "header" for tags that are given, "assistant.tag" for those the assistant writes,
+            "assistant.think", "assistant.response", "assistant.call", "system", "user", "tool", "image", or what the
+            format itself says: "tools", "effort", "choice", "format".
+        message: place in the messages, -1 for what stands before them and their number for what stands behind; pieces
+            of one message stand together.
     """
 
     text: str
@@ -92,16 +100,18 @@ def encode(
 ) -> list[Piece]:
     """Pieces of a conversation.
 
-    Learnt is what the assistant has to write itself: all of its message behind what `prefix` gives, to the marker that ends
-    it.
+    Learnt is what the assistant has to write itself: all of its message behind what `prefix` gives, to the marker that
+    ends it.
 
     Args:
         messages: as `check_messages` says; arguments that are no JSON are written as they are.
         thinking: with a think channel in every assistant's message, else in none.
         effort: "low", "medium", "high" or "max", said with `thinking`; None says nothing.
         tool_choice: "auto", "required" or "none".
-        response_format: {"type": "json_object"}, {"type": "json_schema", "json_schema": {"schema": ...}} or {"type": "text"}.
-        images: (width, height) of every image part, as `images(messages)` orders them; without, an image is a bare <|media_pad|>.
+        response_format: {"type": "json_object"}, {"type": "json_schema", "json_schema": {"schema": ...}} or
+            {"type": "text"}.
+        images: (width, height) of every image part, as `images(messages)` orders them; without, an image is a bare
+            <|media_pad|>.
         prefix: ends with the beginning of an assistant's message, for generation.
         learn: "assistant" (every message of the assistant), "last" (its last one) or "all" (everything but images).
 
@@ -113,7 +123,11 @@ def encode(
         '<|open|>message role="user"<|sep|>Hi<|close|>message<|sep|><|end_of_msg|>'
     """
     check_messages(messages, tools, raw=True)
-    for key, value, allowed in (("effort", effort, (*EFFORTS, None)), ("tool_choice", tool_choice, _CHOICES), ("learn", learn, LEARN)):
+    for key, value, allowed in (
+        ("effort", effort, (*EFFORTS, None)),
+        ("tool_choice", tool_choice, _CHOICES),
+        ("learn", learn, LEARN),
+    ):
         if not (value is None or isinstance(value, str)) or value not in allowed:
             raise ValueError(f"{key}: found {value!r}, must be one of {', '.join(map(str, allowed))}")
     count = len(images_of(messages))
@@ -164,7 +178,7 @@ def text(pieces: Sequence[Piece]) -> str:
 
 
 def by_message(pieces: Sequence[Piece]) -> list[list[Piece]]:
-    """The pieces of every message together, as they stand; the first and last group may be of none (`Piece.message`)."""
+    """The pieces of every message together, in their order; the first and the last group may be of none."""
     return [list(group) for _, group in groupby(pieces, key=lambda piece: piece.message)]
 
 
@@ -247,7 +261,9 @@ def _write_assistant(out: _Writer, message: Message, thinking: bool, learnt: boo
             else:
                 for key, value in found.items():
                     out.tag("argument", key=key, type=_type(value))
-                    out.put(value if isinstance(value, str) else json.dumps(value, ensure_ascii=False), "assistant.call")
+                    out.put(
+                        value if isinstance(value, str) else json.dumps(value, ensure_ascii=False), "assistant.call"
+                    )
                     out.end("argument")
             out.end("call")
         out.end("tools")

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from itertools import groupby
 from typing import Any
 
+from k3jax import strict_json
 from k3jax.text.base import to_bytes
 
 Message = dict[str, Any]
@@ -15,15 +16,20 @@ IMAGES = ("image", "image_url")  # types of content parts
 
 
 def check_messages(
-    messages: Sequence[Message], tools: Sequence[dict] = (), where: str = "", *, training: bool = False, raw: bool = False
+    messages: Sequence[Message],
+    tools: Sequence[dict] = (),
+    where: str = "",
+    *,
+    training: bool = False,
+    raw: bool = False,
 ) -> None:
     """Raises ValueError, in one line that begins with `where` ("file:line"), for what is no conversation.
 
     A message is a dictionary with "role" (system, developer, user, assistant or tool) and "content": text, or a list of
     {"type": "text", "text": ...} and {"type": "image_url", "image_url": ...} or {"type": "image", "image": ...}. An
-    assistant's may have "reasoning_content" and "tool_calls", whose entries are {"id", "function": {"name", "arguments"}};
-    a tool's names its call by "tool_call_id", its tool by "tool", or comes in the order of the calls; a system's may have
-    "tools" instead of content.
+    assistant's may have "reasoning_content" and "tool_calls", whose entries are
+    {"id", "function": {"name", "arguments"}}; a tool's names its call by "tool_call_id", its tool by "tool", or comes
+    in the order of the calls; a system's may have "tools" instead of content.
 
     Args:
         training: the conversation has to end with an assistant's message.
@@ -45,7 +51,9 @@ def check_messages(
                 raise _Wrong(f"message {number}: {error}") from None
         in_order(messages)
         if training and messages[-1]["role"] != "assistant":
-            raise _Wrong(f"the conversation ends with a message of role {messages[-1]['role']}, must end with an assistant's")
+            raise _Wrong(
+                f"the conversation ends with a message of role {messages[-1]['role']}, must end with an assistant's"
+            )
     except _Wrong as error:
         raise ValueError(f"{where}: {error}" if where else str(error)) from None
 
@@ -62,8 +70,8 @@ def arguments(call: dict) -> dict | str | None:
         return {}
     if isinstance(found, str):
         try:
-            found = json.loads(found)
-        except (ValueError, RecursionError):
+            found = strict_json.loads(found)
+        except ValueError:
             return found
     return found if isinstance(found, dict) else None
 
@@ -112,7 +120,9 @@ def in_order(messages: Sequence[Message]) -> list[tuple[int, tuple[str, int] | N
         for place in run:
             name = _tool_name(messages[place], calls, matched[place], number)
             if name is None:
-                raise _Wrong(f"message {place + 1}: found the result of no call, must name one (tool_call_id) or its tool (tool)")
+                raise _Wrong(
+                    f"message {place + 1}: found the result of no call, must name one (tool_call_id) or its tool (tool)"
+                )
             number += 1
             order.append((place, (name, number)))
     return order
@@ -189,7 +199,9 @@ def _check_content(content, may_be_empty: bool, with_images: bool) -> None:
         raise _Wrong(f"content: found {_short(content)}, must be text or a list of parts")
     for number, part in enumerate(content, 1):
         if not isinstance(part, dict) or part.get("type") not in types:
-            raise _Wrong(f"content: part {number}: found {_short(part)}, must be an object of type {' or '.join(types)}")
+            raise _Wrong(
+                f"content: part {number}: found {_short(part)}, must be an object of type {' or '.join(types)}"
+            )
         if part["type"] == "text":
             _check_text(f"content: part {number}: text", part.get("text"))
         elif part.get(part["type"]) is None:
@@ -215,7 +227,7 @@ def _check_call(key: str, call, raw: bool) -> None:
 
 def _check_json(key: str, value) -> None:
     try:
-        _check_text(key, json.dumps(value, ensure_ascii=False))
+        _check_text(key, json.dumps(value, ensure_ascii=False, allow_nan=False))
     except (TypeError, ValueError, RecursionError) as error:
         if isinstance(error, _Wrong):
             raise

@@ -6,6 +6,7 @@ import json
 import re
 from typing import NamedTuple
 
+from k3jax import strict_json
 from k3jax.chat.encode import CLOSE, END, MEDIA_BEGIN, MEDIA_CONTENT, MEDIA_END, MEDIA_PAD, OPEN, SEP
 from k3jax.chat.messages import Message, parts
 from k3jax.text.base import Tokenizer
@@ -20,8 +21,8 @@ _TYPES = {"boolean": bool, "null": type(None), "number": (int, float), "object":
 class Delta(NamedTuple):
     """What has just come.
 
-    `kind` is "message" (text: its role), "reasoning_content" or "content" (text: the next of it), "call" (text: the tool's
-    name) or "arguments" (text: the next of their JSON). `call`: which of the message's calls, from 0.
+    `kind` is "message" (text: its role), "reasoning_content" or "content" (text: the next of it), "call" (text: the
+    tool's name) or "arguments" (text: the next of their JSON). `call`: which of the message's calls, from 0.
     """
 
     kind: str
@@ -32,24 +33,24 @@ class Delta(NamedTuple):
 class Parser:
     """Reads messages from a stream of text and markers; `messages` has those that are over.
 
-    No stream makes it fail. What does not follow the format is left out of the messages where it has no place in them, and
-    said in `faults`, a line each; a reply in the right form leaves none.
+    No stream makes it fail. What does not follow the format is left out of the messages where it has no place in them,
+    and said in `faults`, a line each; a reply in the right form leaves none.
 
-    A message is {"role", "content"}; an assistant's has "reasoning_content" where it thought and "tool_calls" where it made
-    some, each {"function": {"name", "arguments"}} with arguments as a typed object (or as text, where they are no JSON).
-    Content with images is a list of parts.
+    A message is {"role", "content"}; an assistant's has "reasoning_content" where it thought and "tool_calls" where it
+    made some, each {"function": {"name", "arguments"}} with arguments as a typed object (or as text, where they are no
+    JSON). Content with images is a list of parts.
 
     Args:
-        begins: "think" or "response" where the stream goes on behind what `encode(..., prefix=True)` gave; None for whole
-            messages.
+        begins: "think" or "response" where the stream goes on behind what `encode(..., prefix=True)` gave; None for
+            whole messages.
         tokenizer: for `push_id`.
 
     Example:
         >>> parser = Parser("response")
-        >>> parser.push("Hello"), parser.push("<|close|>", marker=True), parser.push("response"), parser.push("<|sep|>", marker=True)
-        ([Delta(kind='content', text='Hello', call=0)], [], [], [])
-        >>> parser.finish(), parser.messages
-        ([], [{'role': 'assistant', 'content': 'Hello'}])
+        >>> parser.push("Hello"), parser.push("<|close|>", marker=True), parser.push("response")
+        ([Delta(kind='content', text='Hello', call=0)], [], [])
+        >>> parser.push("<|sep|>", marker=True), parser.finish(), parser.messages
+        ([], [], [{'role': 'assistant', 'content': 'Hello'}])
     """
 
     def __init__(self, begins: str | None = None, tokenizer: Tokenizer | None = None):
@@ -68,7 +69,8 @@ class Parser:
         self._text: list[str] = []  # of the channel, argument or content that is being read
         self._argument: dict[str, str] = {}  # its attributes
         self._form = ""  # how the call gives its arguments: "argument", "json" or not yet
-        self._in_image = self._stray = False  # text is between image markers; text without a place was said to be a fault
+        self._in_image = False  # text is part of an image's markers
+        self._stray = False  # text without a place was said to be a fault since the last marker
         if begins:
             self._begin({"role": "assistant"})
             self._open_channel(begins)
@@ -158,7 +160,9 @@ class Parser:
             self._fault(f"a tag that is none: {header!r:.60}")
             return
         name = match[1]
-        attributes = {key: value.replace("&quot;", '"').replace("&amp;", "&") for key, value in _ATTRIBUTE.findall(match[2])}
+        attributes = {
+            key: value.replace("&quot;", '"').replace("&amp;", "&") for key, value in _ATTRIBUTE.findall(match[2])
+        }
         if name == "message":
             if self._message is not None:
                 self._end()
@@ -167,10 +171,14 @@ class Parser:
             self._begin({"role": "assistant", **attributes})
             return
         if self._message is None:
-            self._fault(f"tag {name} outside of a message")
+            self._fault(f"tag {name:.60} outside of a message")
             self._begin({"role": "assistant"})
-        if name not in (*_TEXTS, "tools", "call", "argument", "json") or self._message["role"] != "assistant" or self._ended:
-            self._fault(f"tag {name} where none can be")
+        if (
+            name not in (*_TEXTS, "tools", "call", "argument", "json")
+            or self._message["role"] != "assistant"
+            or self._ended
+        ):
+            self._fault(f"tag {name:.60} where none can be")
         elif name in ("argument", "json"):
             if self._open != ["tools", "call"] or self._form and (self._form, name) != ("argument", "argument"):
                 self._fault(f"tag {name} where none can be")
@@ -292,6 +300,6 @@ def _quoted(text: str) -> str:
 def _loads(text: str):
     """Value of JSON text, or NotImplemented, which is of no type that JSON has."""
     try:
-        return json.loads(text)
-    except (ValueError, RecursionError):
+        return strict_json.loads(text)
+    except ValueError:
         return NotImplemented

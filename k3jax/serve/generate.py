@@ -73,7 +73,7 @@ def generate_tokens(
     seed: int = 0,
     images: Sequence[Patches] = (),
 ) -> Iterator[int]:
-    """Yields up to `max_tokens` token ids that continue `prompt` [T] int, until the model's end token.
+    """Yields up to `max_tokens` token ids that continue `prompt` [T] int, until one of the model's end tokens.
 
     `images` are those of the prompt's placeholders, in their order.
 
@@ -112,7 +112,7 @@ def generate_tokens(
         token, cache = advance(variables, tokens, mask, cache, key, packed)
         if int(token[0]) < 0:
             raise ValueError(f"logits: found NaN or infinite ones for token {n}: the weights hold such values, or overflow")
-        if int(token[0]) == cfg.eos_token_id:
+        if int(token[0]) in cfg.stop_ids:
             return
         yield int(token[0])
         tokens, mask, packed = token[:, None], one, None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from k3jax.paths import expand
 from k3jax.text.base import Stream, Tokenizer
 from k3jax.text.bytes import ByteTokenizer
 from k3jax.text.files import LIBRARY, RANKS, copy_tokenizer, read_stop_ids, tokenizer_files
@@ -11,7 +12,15 @@ from k3jax.text.library import LibraryTokenizer
 from k3jax.text.ranks import RankTokenizer
 from k3jax.text.train import train_tokenizer
 
-__all__ = ["ByteTokenizer", "Stream", "Tokenizer", "copy_tokenizer", "load_tokenizer", "tokenizer_files", "train_tokenizer"]
+__all__ = [
+    "ByteTokenizer",
+    "Stream",
+    "Tokenizer",
+    "copy_tokenizer",
+    "load_tokenizer",
+    "tokenizer_files",
+    "train_tokenizer",
+]
 
 
 def load_tokenizer(folder: str | Path, vocab_size: int | None = None) -> Tokenizer:
@@ -28,7 +37,7 @@ def load_tokenizer(folder: str | Path, vocab_size: int | None = None) -> Tokeniz
         >>> load_tokenizer("/data/kimi-k3", 163840).kind
         'tiktoken'
     """
-    folder = Path(folder)
+    folder = Path(expand(folder))
     if (folder / RANKS).is_file():
         tokenizer = RankTokenizer(folder)
     elif (folder / LIBRARY).is_file():
@@ -37,8 +46,8 @@ def load_tokenizer(folder: str | Path, vocab_size: int | None = None) -> Tokeniz
         tokenizer = ByteTokenizer()
     else:
         raise ValueError(
-            f"{folder}: found neither {RANKS} nor {LIBRARY}, must hold one: the model has vocab_size={vocab_size}, and only "
-            f"{ByteTokenizer.vocab_size} can be bytes"
+            f"{folder}: found neither {RANKS} nor {LIBRARY}, must hold one: the model has vocab_size={vocab_size}, and "
+            f"only {ByteTokenizer.vocab_size} can be bytes"
         )
     if vocab_size is not None and tokenizer.vocab_size > vocab_size:
         raise ValueError(

@@ -27,7 +27,8 @@ def to_bytes(text: str) -> bytes:
 class Tokenizer(abc.ABC):
     """Text to ids and back.
 
-    Markers, such as `<|open|>`, are ids that text never becomes: `encode` of a marker's name gives the ids of that text.
+    Markers, such as `<|open|>`, are ids that text never becomes: `encode` of a marker's name gives the ids of that
+    text.
 
     Attributes:
         kind: "bytes", "tiktoken" or "json".
@@ -45,14 +46,14 @@ class Tokenizer(abc.ABC):
 
     @abc.abstractmethod
     def encode(self, text: str) -> np.ndarray:
-        """Ids [T], int32, of plain text. Bytes that are no UTF-8 (surrogates in `text`, as `os.fsdecode` makes) stay those bytes."""
+        """Ids [T], int32, of plain text. Bytes that are no UTF-8 (surrogates, as `os.fsdecode` makes) stay bytes."""
 
     @abc.abstractmethod
     def decode(self, ids: Sequence[int] | np.ndarray, markers: bool = False, errors: str = "replace") -> str:
         """Text of ids [T]. Markers are left out, or shown as their names with `markers`.
 
-        Bytes that are no UTF-8 are shown as U+FFFD; with `errors="surrogateescape"` decode(encode(x)) = x for them, too.
-        Raises ValueError for an id that is no token.
+        Bytes that are no UTF-8 are shown as U+FFFD; with `errors="surrogateescape"` decode(encode(x)) = x for them,
+        too. Raises ValueError for an id that is no token.
         """
 
     @abc.abstractmethod
@@ -62,7 +63,9 @@ class Tokenizer(abc.ABC):
     def marker(self, name: str) -> int:
         """Id of a marker; ValueError for a name that none has."""
         if name not in self.markers:
-            raise ValueError(f"marker {name}: this tokenizer ({self.kind}, {self.vocab_size} tokens) has none of that name")
+            raise ValueError(
+                f"marker {name}: this tokenizer ({self.kind}, {self.vocab_size} tokens) has none of that name"
+            )
         return self.markers[name]
 
     def marker_name(self, id: int) -> str | None:

@@ -7,6 +7,9 @@ import shutil
 from collections.abc import Mapping
 from pathlib import Path
 
+from k3jax import strict_json
+from k3jax.paths import expand
+
 RANKS = "tiktoken.model"
 LIBRARY = "tokenizer.json"
 CONFIG = "tokenizer_config.json"
@@ -19,8 +22,8 @@ _TRAVEL = (RANKS, LIBRARY, CONFIG, GENERATION, "special_tokens_map.json", "added
 def read_json(path: Path) -> dict:
     """The object of a JSON file; ValueError naming the file when there is none in it."""
     try:
-        found = json.loads(path.read_bytes())
-    except (OSError, ValueError, RecursionError) as error:
+        found = strict_json.loads(path.read_bytes())
+    except (OSError, ValueError) as error:
         raise ValueError(f"{path}: cannot be read as JSON ({error})") from None
     if not isinstance(found, dict):
         raise ValueError(f"{path}: found {json.dumps(found):.60}, must be a JSON object")
@@ -29,12 +32,15 @@ def read_json(path: Path) -> dict:
 
 def tokenizer_files(folder: str | Path) -> list[Path]:
     """The files that belong to the folder's tokenizer, in order of their names; none where tokens are bytes."""
-    return sorted({path for name in _TRAVEL for path in Path(folder).glob(name) if path.is_file()})
+    return sorted({path for name in _TRAVEL for path in Path(expand(folder)).glob(name) if path.is_file()})
 
 
 def copy_tokenizer(source: str | Path, destination: str | Path) -> list[Path]:
-    """Copies the tokenizer's files byte for byte into a folder, which is made; those that were there go. Returns the copies."""
-    source, destination = Path(source), Path(destination)
+    """Copies the tokenizer's files byte for byte into a folder, which is made, and returns the copies.
+
+    Files of another tokenizer that were there go.
+    """
+    source, destination = Path(expand(source)), Path(expand(destination))
     if source.resolve() == destination.resolve():
         return tokenizer_files(destination)
     destination.mkdir(parents=True, exist_ok=True)

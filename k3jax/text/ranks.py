@@ -43,7 +43,7 @@ NAMES = {
 
 # The released code cuts longer texts and longer runs of white space or of anything else; ids depend on it.
 _LONGEST_TEXT, _LONGEST_RUN = 400_000, 25_000  # characters
-_RUN = re.compile(r"\s+|\S+")
+_RUN, _SPACE = re.compile(r"\s+|\S+"), re.compile(r"\s")
 
 
 class RankTokenizer(TableTokenizer):
@@ -72,7 +72,10 @@ class RankTokenizer(TableTokenizer):
         except ValueError as error:
             raise ValueError(f"{path}: {error}") from None
         self._core = tiktoken.Encoding(
-            path.name, pat_str=SPLIT, mergeable_ranks={token: id for id, token in enumerate(ranks)}, special_tokens=markers
+            path.name,
+            pat_str=SPLIT,
+            mergeable_ranks={token: id for id, token in enumerate(ranks)},
+            special_tokens=markers,
         )
         names = json.dumps(sorted(markers.items()))
         self.identity = hashlib.sha256(b"\n".join((self.kind.encode(), content, names.encode()))).hexdigest()
@@ -87,11 +90,18 @@ def _cut(text: str) -> Iterator[str]:
     """Parts of `text` of at most 400,000 characters whose runs of white space, or without any, have at most 25,000."""
     for first in range(0, len(text), _LONGEST_TEXT):
         part, begin = text[first : first + _LONGEST_TEXT], 0
-        for run in _RUN.finditer(part):
+        for run in _RUN.finditer(part) if _may_have_long_run(part) else ():
             for end in range(run.start() + _LONGEST_RUN, run.end(), _LONGEST_RUN):
                 yield part[begin:end]
                 begin = end
         yield part[begin:]
+
+
+def _may_have_long_run(text: str) -> bool:
+    """A run that is too long fills a whole block of half that length; where none is filled, no run is looked for."""
+    half = _LONGEST_RUN // 2
+    blocks = (text[first : first + half] for first in range(0, len(text) - half + 1, half))
+    return any(block.isspace() or not _SPACE.search(block) for block in blocks)
 
 
 def _read_ranks(path: Path, content: bytes) -> list[bytes]:
@@ -105,7 +115,9 @@ def _read_ranks(path: Path, content: bytes) -> list[bytes]:
         except ValueError:  # binascii's is one
             rank = -1
         if rank < 0:
-            raise ValueError(f"{path}:{number}: found {line[:60].decode(errors='replace')!r}, must be a token in base64 and its rank")
+            raise ValueError(
+                f"{path}:{number}: found {line[:60].decode(errors='replace')!r}, must be a token in base64 and its rank"
+            )
         if rank in ranks or token in seen:
             first = f"rank {rank}" if rank in ranks else f"token {token!r:.40}"
             raise ValueError(f"{path}:{number}: {first} was there before, must be another one on every line")
@@ -113,7 +125,9 @@ def _read_ranks(path: Path, content: bytes) -> list[bytes]:
         seen.add(token)
     missing = next((rank for rank in range(len(ranks)) if rank not in ranks), None)
     if missing is not None:
-        raise ValueError(f"{path}: no token has rank {missing}, but {len(ranks)} tokens have ranks 0 to {len(ranks) - 1}")
+        raise ValueError(
+            f"{path}: no token has rank {missing}, but {len(ranks)} tokens have ranks 0 to {len(ranks) - 1}"
+        )
     return [ranks[rank] for rank in range(len(ranks))]
 
 
@@ -129,12 +143,14 @@ def _markers(path: Path, first: int) -> dict[str, int]:
         except (AttributeError, KeyError, TypeError, ValueError):
             strings = False
         if not strings:
-            raise ValueError(f'{path}: added_tokens_decoder must have entries such as "{first}": {{"content": "[BOS]"}}')
+            raise ValueError(
+                f'{path}: added_tokens_decoder must have entries such as "{first}": {{"content": "[BOS]"}}'
+            )
         outside = [id for id in ids if not first <= id < first + MARKERS]
         if outside:
             raise ValueError(
-                f"{path}: added_tokens_decoder has id {outside[0]}, must be {first} to {first + MARKERS - 1}, behind the "
-                f"{first} ranks of {RANKS}"
+                f"{path}: added_tokens_decoder has id {outside[0]}, must be {first} to {first + MARKERS - 1}, behind "
+                f"the {first} ranks of {RANKS}"
             )
     by_name: dict[str, int] = {}
     for id in range(first, first + MARKERS):
@@ -146,7 +162,7 @@ def _markers(path: Path, first: int) -> dict[str, int]:
 
 
 def write_ranks(folder: str | Path, tokens: list[bytes]) -> None:
-    """Writes tiktoken.model for `tokens` in the order of their ranks, and a tokenizer_config.json with the released markers.
+    """Writes tiktoken.model for `tokens` in the order of their ranks, and the released markers' names.
 
     <|end_of_msg|> ends generation.
     """

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from k3jax.data.sources import LIBRARY, files_of, once
-from k3jax.text.bytes import ByteTokenizer
+from k3jax.text import ByteTokenizer
 
 log = logging.getLogger(__name__)
 

@@ -1,4 +1,4 @@
-"""Random conversations (every role, thinking, tools, images, names, and text that looks like markup), and the released chats where they are."""
+"""Random conversations of everything there is, with text that looks like markup, and the released chats."""
 
 import json
 import random
@@ -8,8 +8,9 @@ import pytest
 
 SHARED = Path(__file__).parents[3] / "shared" / "k3" / "chat"
 
-TEXTS = ("", " ", "Hi", "naïve 🙂\n", "你好，世界", 'say "a&b" &quot;', "<|open|>message role=\"user\"<|sep|>", "<|close|>response<|sep|>",
-         "<|end_of_msg|>", "<|media_pad|>", "  x = [1, 2]\r\n\t", "{\"k\": 1}", "null", "4", "\0", "a\udcff", "e\u0301" * 3)  # fmt: skip
+TEXTS = ("", " ", "Hi", "naïve 🙂\n", "你好，世界", 'say "a&b" &quot;', '<|open|>message role="user"<|sep|>',
+         "<|close|>response<|sep|>", "<|end_of_msg|>", "<|media_pad|>", "  x = [1, 2]\r\n\t",
+         '{"k": 1}', "null", "4", "\0", "a\udcff", "e\u0301" * 3)  # fmt: skip
 NAMES = ("get_weather", "calc", 'a&b"c', "名前", "x y")
 
 
@@ -23,14 +24,21 @@ def make_value(rng, depth=0):
         return [make_value(rng, depth + 1) for _ in range(rng.randint(0, 3))]
     if kind == 6:
         return {make_text(rng): make_value(rng, depth + 1) for _ in range(rng.randint(0, 3))}
-    return rng.choice((None, True, False)) if kind == 0 else (rng.randint(-9, 10**12), rng.uniform(-1, 1), make_text(rng), "text")[kind - 1]
+    return (
+        rng.choice((None, True, False))
+        if kind == 0
+        else (rng.randint(-9, 10**12), rng.uniform(-1, 1), make_text(rng), "text")[kind - 1]
+    )
 
 
 def make_content(rng, images):
     if rng.random() < 0.6:
         return make_text(rng)
     image = {"type": "image_url", "image_url": {"url": "a.png"}}
-    return [image if images and rng.random() < 0.4 else {"type": "text", "text": make_text(rng)} for _ in range(rng.randint(0, 4))]
+    return [
+        image if images and rng.random() < 0.4 else {"type": "text", "text": make_text(rng)}
+        for _ in range(rng.randint(0, 4))
+    ]
 
 
 def make_assistant(rng):
@@ -39,8 +47,10 @@ def make_assistant(rng):
         message["reasoning_content"] = make_text(rng)
     if rng.random() < 0.2:
         message["name"] = rng.choice(NAMES)
-    calls = [{"function": {"name": rng.choice(NAMES), "arguments": {make_text(rng): make_value(rng) for _ in range(rng.randint(0, 3))}}}
-             for _ in range(rng.choice((0, 0, 1, 2, 3)))]  # fmt: skip
+    calls = []
+    for _ in range(rng.choice((0, 0, 1, 2, 3))):
+        arguments = {make_text(rng): make_value(rng) for _ in range(rng.randint(0, 3))}
+        calls.append({"function": {"name": rng.choice(NAMES), "arguments": arguments}})
     for number, call in enumerate(calls):
         call["id"] = f"call_{number}"
         if rng.random() < 0.5:
@@ -70,9 +80,19 @@ def make_conversation(rng: random.Random) -> dict:
         messages += results
     if messages[-1]["role"] == "tool" or rng.random() < 0.5:
         messages.append(make_assistant(rng))
-    images = [part for message in messages for part in (message.get("content") or ()) if isinstance(part, dict) and "image_url" in part]
+    images = [
+        part
+        for message in messages
+        for part in (message.get("content") or ())
+        if isinstance(part, dict) and "image_url" in part
+    ]
     sizes = [(rng.randint(1, 4000), rng.randint(1, 4000)) for _ in images] if rng.random() < 0.7 else None
-    return {"messages": messages, "tools": [tool() for _ in range(rng.choice((0, 0, 1, 2)))], "thinking": rng.random() < 0.6, "images": sizes}
+    return {
+        "messages": messages,
+        "tools": [tool() for _ in range(rng.choice((0, 0, 1, 2)))],
+        "thinking": rng.random() < 0.6,
+        "images": sizes,
+    }
 
 
 @pytest.fixture(scope="session")
@@ -84,13 +104,19 @@ def conversations():
 def plain(message):
     """An assistant's message as the parser gives it."""
     content = message.get("content") or ""
-    found = {"role": "assistant", "content": content if isinstance(content, str) else "".join(part["text"] for part in content)}
+    found = {
+        "role": "assistant",
+        "content": content if isinstance(content, str) else "".join(part["text"] for part in content),
+    }
     for key in ("name", "reasoning_content"):
         if message.get(key):
             found[key] = message[key]
     calls = [call["function"] for call in message.get("tool_calls", ())]
     if calls:
-        loaded = ({**call, "arguments": json.loads(call["arguments"])} if isinstance(call["arguments"], str) else call for call in calls)
+        loaded = (
+            {**call, "arguments": json.loads(call["arguments"])} if isinstance(call["arguments"], str) else call
+            for call in calls
+        )
         found["tool_calls"] = [{"function": call} for call in loaded]
     return found
 

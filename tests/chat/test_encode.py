@@ -16,8 +16,9 @@ FIXTURES = Path(__file__).parents[3] / "shared" / "k3" / "chat"
 RELEASED = os.environ.get("K3JAX_TIKTOKEN")
 needs_fixtures = pytest.mark.skipif(not FIXTURES.is_dir(), reason=f"{FIXTURES} is not here")
 EFFORT = (
-    '<|open|>message role="system" type="thinking-effort"<|sep|>`thinking_effort` guides on how much to think in your thinking '
-    "channel (not including the response channel), supported values include `low`, `medium`, `high`, and `max`.\n"
+    '<|open|>message role="system" type="thinking-effort"<|sep|>`thinking_effort` guides on how much to think in your '
+    "thinking channel (not including the response channel), "
+    "supported values include `low`, `medium`, `high`, and `max`.\n"
     "Now the system is invoked with `thinking_effort={}`.<|close|>message<|sep|><|end_of_msg|>"
 )
 END = "<|close|>message<|sep|><|end_of_msg|>"
@@ -41,9 +42,16 @@ def release_goldens():
 def worked_examples():
     for example in json.loads((FIXTURES / "worked_examples.json").read_text()):
         given = example["input"]
-        pieces = chat.encode(given["msgs"], given.get("tools", ()), given.get("thinking", True), effort=given.get("effort", "max"),
-                             tool_choice=given.get("tool_choice"), response_format=given.get("response_format"),
-                             images=[(640, 480)] if "img" in given else None, prefix=given.get("gen", True))  # fmt: skip
+        pieces = chat.encode(
+            given["msgs"],
+            given.get("tools", ()),
+            given.get("thinking", True),
+            effort=given.get("effort", "max"),
+            tool_choice=given.get("tool_choice"),
+            response_format=given.get("response_format"),
+            images=[(640, 480)] if "img" in given else None,
+            prefix=given.get("gen", True),
+        )
         yield example["name"], pieces, example["output"], None
 
 
@@ -51,9 +59,15 @@ def inputs_and_outputs():
     for path in sorted(FIXTURES.glob("*_input.json")):
         given = json.loads(path.read_text())
         how = given["template_kwargs"]
-        pieces = chat.encode(given["messages"], given.get("tools", ()), how["thinking"], effort=how.get("thinking_effort", "max"),
-                             tool_choice=given.get("tool_choice"), response_format=given.get("response_format"),
-                             prefix=given["add_generation_prompt"])  # fmt: skip
+        pieces = chat.encode(
+            given["messages"],
+            given.get("tools", ()),
+            how["thinking"],
+            effort=how.get("thinking_effort", "max"),
+            tool_choice=given.get("tool_choice"),
+            response_format=given.get("response_format"),
+            prefix=given["add_generation_prompt"],
+        )
         yield path.name, pieces, path.with_name(path.name.replace("input.json", "output.txt")).read_text(), None
 
 
@@ -82,13 +96,23 @@ def test_a_whole_conversation_by_hand():
     tool = {"type": "function", "function": {"name": "add", "parameters": {"z": 1, "a": [2]}}}
     messages = [
         {"role": "developer", "content": "Be brief."},
-        {"role": "user", "name": 'A&"B"', "content": [{"type": "text", "text": "1+2 "}, {"type": "image", "image": "a.png"}]},
+        {
+            "role": "user",
+            "name": 'A&"B"',
+            "content": [{"type": "text", "text": "1+2 "}, {"type": "image", "image": "a.png"}],
+        },
         {
             "role": "assistant",
             "reasoning_content": "Add & see",
             "content": None,
             "tool_calls": [
-                {"id": "x", "function": {"name": "add", "arguments": {"n": 1.5, "é": "ü", "on": True, "of": None, "l": [1, "a"], "o": {}}}},
+                {
+                    "id": "x",
+                    "function": {
+                        "name": "add",
+                        "arguments": {"n": 1.5, "é": "ü", "on": True, "of": None, "l": [1, "a"], "o": {}},
+                    },
+                },
                 {"id": "y", "function": {"name": "add", "arguments": ""}},
                 {"id": "z", "function": {"name": "add", "arguments": "{broken"}},
             ],
@@ -97,10 +121,14 @@ def test_a_whole_conversation_by_hand():
         {"role": "tool", "tool_call_id": "x", "content": ""},
         {"role": "assistant", "content": "3", "name": "ed"},
     ]
-    pieces = chat.encode(messages, [tool], effort="low", images=[(2, 3)], tool_choice="required", response_format={"type": "text"})
+    pieces = chat.encode(
+        messages, [tool], effort="low", images=[(2, 3)], tool_choice="required", response_format={"type": "text"}
+    )
     assert chat.text(pieces) == (
-        '<|open|>message role="system" type="tool-declare"<|sep|># Tools\nHere are the available tools, described in JSONSchema.\n\n'
-        '```json\n[{"function":{"name":"add","parameters":{"a":[2],"z":1}},"type":"function"}]\n```' + END + EFFORT.format("low")
+        '<|open|>message role="system" type="tool-declare"<|sep|># Tools\n'
+        "Here are the available tools, described in JSONSchema.\n\n"
+        '```json\n[{"function":{"name":"add","parameters":{"a":[2],"z":1}},"type":"function"}]\n```' + END
+        + EFFORT.format("low")
         + '<|open|>message role="system"<|sep|>Be brief.' + END
         + '<|open|>message role="user" name="A&amp;&quot;B&quot;"<|sep|>1+2 '
         "<|media_begin|>image 2x3<|media_content|><|media_pad|><|media_end|>" + END
@@ -114,7 +142,8 @@ def test_a_whole_conversation_by_hand():
         '<|open|>argument key="l" type="array"<|sep|>[1, "a"]<|close|>argument<|sep|>'
         '<|open|>argument key="o" type="object"<|sep|>{}<|close|>argument<|sep|><|close|>call<|sep|>'
         '<|open|>call tool="add" index="2"<|sep|><|close|>call<|sep|>'
-        '<|open|>call tool="add" index="3"<|sep|><|open|>json type="object"<|sep|>{broken<|close|>json<|sep|><|close|>call<|sep|>'
+        '<|open|>call tool="add" index="3"<|sep|>'
+        '<|open|>json type="object"<|sep|>{broken<|close|>json<|sep|><|close|>call<|sep|>'
         "<|close|>tools<|sep|>" + END
         + '<|open|>message role="tool" tool="add" index="1"<|sep|>' + END
         + '<|open|>message role="tool" tool="add" index="2"<|sep|>3' + END
@@ -159,17 +188,31 @@ def written(message, thinking):
     """What the assistant itself wrote of its message, to the end marker, character for character."""
     content = message.get("content") or ""
     content = content if isinstance(content, str) else "".join(part["text"] for part in content)
-    said = ((message.get("reasoning_content") or "") + "<|close|>think<|sep|><|open|>response<|sep|>") if thinking else ""
+    said = (
+        ((message.get("reasoning_content") or "") + "<|close|>think<|sep|><|open|>response<|sep|>") if thinking else ""
+    )
     said += content + "<|close|>response<|sep|>"
     calls = [call["function"] for call in message.get("tool_calls", ())]
     escape = lambda text: text.replace("&", "&amp;").replace('"', "&quot;")  # noqa: E731
-    names = {bool: "boolean", type(None): "null", int: "number", float: "number", str: "string", dict: "object", list: "array"}
+    names = {
+        bool: "boolean",
+        type(None): "null",
+        int: "number",
+        float: "number",
+        str: "string",
+        dict: "object",
+        list: "array",
+    }
     for index, call in enumerate(calls, 1):
-        said += "<|open|>tools<|sep|>" * (index == 1) + f'<|open|>call tool="{escape(call["name"])}" index="{index}"<|sep|>'
+        said += (
+            "<|open|>tools<|sep|>" * (index == 1) + f'<|open|>call tool="{escape(call["name"])}" index="{index}"<|sep|>'
+        )
         arguments = call["arguments"] if isinstance(call["arguments"], dict) else json.loads(call["arguments"])
         for key, value in arguments.items():
             text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
-            said += f'<|open|>argument key="{escape(key)}" type="{names[type(value)]}"<|sep|>{text}<|close|>argument<|sep|>'
+            said += (
+                f'<|open|>argument key="{escape(key)}" type="{names[type(value)]}"<|sep|>{text}<|close|>argument<|sep|>'
+            )
         said += "<|close|>call<|sep|>" + "<|close|>tools<|sep|>" * (index == len(calls))
     return said + "<|close|>message<|sep|><|end_of_msg|>"
 
@@ -189,18 +232,24 @@ def test_learnt_is_what_the_assistant_wrote(tokenizer, conversations):
         last_ids, last_learnt = chat.ids([piece for group in groups[len(groups) // 2 :] for piece in group], tokenizer)
         assert show(ids[len(ids) - len(last_ids) :]) == show(last_ids)
         kept = {group[0].message for group in groups[len(groups) // 2 :]}
-        replies = [message for place, message in enumerate(given["messages"]) if place in kept and message["role"] == "assistant"]
+        replies = [
+            message
+            for place, message in enumerate(given["messages"])
+            if place in kept and message["role"] == "assistant"
+        ]
         assert show(last_ids[last_learnt]) == "".join(written(message, given["thinking"]) for message in replies)
         kinds.update((piece.origin, piece.learnt) for piece in pieces)
-    assert kinds == {("tools", False), ("effort", False), ("header", False), ("image", False), ("system", False), ("user", False),
-                     ("tool", False), ("assistant.tag", True), ("assistant.think", True), ("assistant.response", True),
-                     ("assistant.call", True)}  # fmt: skip
+    given = ("tools", "effort", "header", "image", "system", "user", "tool")
+    own = ("assistant.tag", "assistant.think", "assistant.response", "assistant.call")
+    assert kinds == {*((origin, False) for origin in given), *((origin, True) for origin in own)}
 
 
 def test_the_prefix_is_what_is_not_learnt_of_a_reply():
     for thinking in (False, True):
         asked = [{"role": "user", "content": "a"}]
-        pieces = chat.encode([*asked, {"role": "assistant", "content": "b", "reasoning_content": "c"}], thinking=thinking)
+        pieces = chat.encode(
+            [*asked, {"role": "assistant", "content": "b", "reasoning_content": "c"}], thinking=thinking
+        )
         prompt = chat.encode(asked, thinking=thinking, prefix=True)
         assert chat.text(piece for piece in pieces if not piece.learnt) == chat.text(prompt)
         assert [piece.learnt for piece in pieces] == sorted(piece.learnt for piece in pieces)
@@ -222,11 +271,16 @@ def test_no_text_becomes_a_marker(tokenizer, role):
     text = "".join(tokenizer.markers) + "<|kimi_image_placeholder|>"
     message = {"role": role, "content": text, "name": text}
     if role == "assistant":
-        message |= {"reasoning_content": text, "tool_calls": [{"function": {"name": text, "arguments": {text: text, "l": [text]}}}]}
+        message |= {
+            "reasoning_content": text,
+            "tool_calls": [{"function": {"name": text, "arguments": {text: text, "l": [text]}}}],
+        }
     with_text = chat.encode([message], [{"function": {"name": text}}])
     markers = set(tokenizer.markers.values())
     ids = chat.ids(with_text, tokenizer)[0].tolist()
-    assert [tokenizer.marker_name(id) for id in ids if id in markers] == [piece.text for piece in with_text if piece.marker]
+    assert [tokenizer.marker_name(id) for id in ids if id in markers] == [
+        piece.text for piece in with_text if piece.marker
+    ]
     without = json.loads(json.dumps(message).replace(json.dumps(text)[1:-1], "x"))
     assert [piece.text for piece in chat.encode([without], [{"function": {"name": "x"}}]) if piece.marker] == [
         piece.text for piece in with_text if piece.marker
@@ -234,7 +288,9 @@ def test_no_text_becomes_a_marker(tokenizer, role):
 
 
 def test_a_tokenizer_without_the_markers_is_an_error(tmp_path):
-    with pytest.raises(ValueError, match=r"^marker <\|open\|>: this tokenizer \(bytes, 256 tokens\) has none of that name$"):
+    with pytest.raises(
+        ValueError, match=r"^marker <\|open\|>: this tokenizer \(bytes, 256 tokens\) has none of that name$"
+    ):
         chat.ids(chat.encode([{"role": "user", "content": "a"}]), load_tokenizer(tmp_path))
 
 
@@ -247,7 +303,10 @@ def test_no_pieces_are_no_ids(tokenizer):
     "given, wrong",
     [
         ({"effort": "most"}, r"effort: found 'most', must be one of low, medium, high, max, None"),
-        ({"tool_choice": {"name": "a"}}, r"tool_choice: found {'name': 'a'}, must be one of required, none, auto, None"),
+        (
+            {"tool_choice": {"name": "a"}},
+            r"tool_choice: found {'name': 'a'}, must be one of required, none, auto, None",
+        ),
         ({"learn": "user"}, r"learn: found 'user', must be one of assistant, last, all"),
         ({"response_format": "xml"}, r"response_format: found 'xml', must be .*"),
         ({"response_format": {"type": "json_schema"}}, r"response_format: found .*, must be .*"),

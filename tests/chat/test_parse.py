@@ -10,11 +10,22 @@ from k3jax import chat
 from k3jax.text import load_tokenizer
 from k3jax.text.ranks import write_ranks
 
-MARKERS = ("<|open|>", "<|close|>", "<|sep|>", "<|end_of_msg|>", "<|media_begin|>", "<|media_content|>", "<|media_pad|>", "<|media_end|>")
-TEXTS = ("message", ' role="assistant"', ' role="user"', 'message role="assistant"', "think", "response", "tools", "call",
-         ' tool="f" index="1"', ' key="k"', ' type="number"', ' type="string"', ' type="object"', "argument", "json",
-         'argument key="k" type="string"', 'argument key="n" type="number"', "4", '{"a": 1}', "[" * 2000, '"', "\\", "é\n", " ", "",
-         ' content="x" tool_calls="y"')  # fmt: skip
+MARKERS = (
+    "<|open|>",
+    "<|close|>",
+    "<|sep|>",
+    "<|end_of_msg|>",
+    "<|media_begin|>",
+    "<|media_content|>",
+    "<|media_pad|>",
+    "<|media_end|>",
+)
+TEXTS = (
+    *("message", ' role="assistant"', ' role="user"', 'message role="assistant"', "think", "response", "tools", "call"),
+    *("argument", "json", 'argument key="k" type="string"', 'argument key="n" type="number"', ' tool="f" index="1"'),
+    *(' key="k"', ' type="number"', ' type="string"', ' type="object"', ' content="x" tool_calls="y"'),
+    *("4", '{"a": 1}', "[" * 2000, '"', "\\", "é\n", " ", ""),
+)
 
 
 def parse(events, begins=None):
@@ -71,6 +82,11 @@ def events_of(pieces):
     return [(piece.text, piece.marker) for piece in pieces]
 
 
+def count_images(messages):
+    parts = (part for message in messages if isinstance(message.get("content"), list) for part in message["content"])
+    return sum(part["type"] != "text" for part in parts)
+
+
 @pytest.fixture(scope="module")
 def byte_tokens(tmp_path_factory):
     """A tokenizer whose every token is a byte or a marker."""
@@ -92,13 +108,15 @@ def test_parsing_inverts_encoding(words, conversations, as_parsed):
         assert parser.faults == []
         check_deltas(parsed, deltas)
         replies = [message for message in messages if message["role"] == "assistant"]
-        assert [message for message in parsed if message["role"] == "assistant"] == [as_parsed(reply, given["thinking"]) for reply in replies]
+        assert [message for message in parsed if message["role"] == "assistant"] == [
+            as_parsed(reply, given["thinking"]) for reply in replies
+        ]
         roles = {"user": "user", "tool": "tool"}
         for role in roles:
-            assert sum(message["role"] == role for message in parsed) == sum(message["role"] == role for message in messages)
-        images = lambda messages: sum(part["type"] != "text" for message in messages if isinstance(message.get("content"), list)  # noqa: E731
-                                      for part in message["content"])  # fmt: skip
-        assert images(parsed) == images(messages)
+            assert sum(message["role"] == role for message in parsed) == sum(
+                message["role"] == role for message in messages
+            )
+        assert count_images(parsed) == count_images(messages)
 
 
 def test_a_reply_behind_its_prefix(conversations, as_parsed):
@@ -161,9 +179,16 @@ def test_every_cut_is_a_beginning(conversations, shared_chats):
             messages, faults, deltas = parse(events[:end])
             check_deltas(messages, deltas)
             assert messages[:-1] == whole[: max(0, len(messages) - 1)]
-            if messages and isinstance(messages[-1]["content"], str) and isinstance(whole[len(messages) - 1]["content"], str):
+            if (
+                messages
+                and isinstance(messages[-1]["content"], str)
+                and isinstance(whole[len(messages) - 1]["content"], str)
+            ):
                 assert whole[len(messages) - 1]["content"].startswith(messages[-1]["content"])
-            over = [("<|end_of_msg|>", True)], [("<|close|>", True), *((letter, False) for letter in "message"), ("<|sep|>", True)]
+            over = (
+                [("<|end_of_msg|>", True)],
+                [("<|close|>", True), *((letter, False) for letter in "message"), ("<|sep|>", True)],
+            )
             assert bool(faults) != (end == 0 or any(events[:end][-len(last) :] == last for last in over))
 
 
@@ -173,14 +198,23 @@ def test_any_tokens_at_all():
     kinds = set()
     for n in range(10_000):
         markers = MARKERS if n % 2 else MARKERS[:4]
-        events = [(rng.choice(markers), True) if rng.random() < 0.5 else (rng.choice(TEXTS), False) for _ in range(rng.randint(0, 60))]
+        events = [
+            (rng.choice(markers), True) if rng.random() < 0.5 else (rng.choice(TEXTS), False)
+            for _ in range(rng.randint(0, 60))
+        ]
         begins = rng.choice((None, "think", "response"))
         messages, faults, deltas = parse(events, begins)
-        split = [(part, marker) for text, marker in events for part in ((text,) if marker else (text[:1], text[1:3], text[3:]))]
+        split = [
+            (part, marker)
+            for text, marker in events
+            for part in ((text,) if marker else (text[:1], text[1:3], text[3:]))
+        ]
         again = parse(split, begins)
         assert (messages, faults, joined(deltas)) == (*again[:2], joined(again[2]))
         check_deltas(messages, ([chat.Delta("message", "assistant")] if begins else []) + deltas)
-        assert all(isinstance(message["content"], (str, list)) and isinstance(message["role"], str) for message in messages)
+        assert all(
+            isinstance(message["content"], (str, list)) and isinstance(message["role"], str) for message in messages
+        )
         assert not any("\n" in fault for fault in faults)
         kinds.update(delta.kind for delta in deltas)
     assert kinds == {"message", "reasoning_content", "content", "call", "arguments"}
@@ -222,26 +256,35 @@ def test_replies_out_of_form(text, message, faults):
     assert found == [f"message 1: {fault}" for fault in faults]
 
 
+def argument(kind, text):
+    return f'<|open|>argument key="a" type="{kind}"<|sep|>{text}<|close|>argument<|sep|>'
+
+
+def raw(text):
+    return f'<|open|>json type="object"<|sep|>{text}<|close|>json<|sep|>'
+
+
+CALL = '<|close|>response<|sep|><|open|>tools<|sep|><|open|>call tool="f" index="1"<|sep|>'
+
+
 @pytest.mark.parametrize(
     "inside, arguments, faults",
     [
-        ('<|open|>argument key="a" type="number"<|sep|>4<|close|>argument<|sep|>', {"a": 4}, []),
-        ('<|open|>argument key="a" type="number"<|sep|>true<|close|>argument<|sep|>', {"a": "true"}, ["argument 'a' is no number: 'true'"]),
-        ('<|open|>argument key="a" type="boolean"<|sep|>1<|close|>argument<|sep|>', {"a": "1"}, ["argument 'a' is no boolean: '1'"]),
-        ('<|open|>argument key="a" type="object"<|sep|>{"b<|close|>argument<|sep|>', {"a": '{"b'}, ["argument 'a' is no object: '{\"b'"]),
-        ('<|open|>argument key="a" type="null"<|sep|><|close|>argument<|sep|>', {"a": ""}, ["argument 'a' is no null: ''"]),
+        (argument("number", "4"), {"a": 4}, []),
+        (argument("number", "true"), {"a": "true"}, ["argument 'a' is no number: 'true'"]),
+        (argument("boolean", "1"), {"a": "1"}, ["argument 'a' is no boolean: '1'"]),
+        (argument("object", '{"b'), {"a": '{"b'}, ["argument 'a' is no object: '{\"b'"]),
+        (argument("null", ""), {"a": ""}, ["argument 'a' is no null: ''"]),
         ('<|open|>argument key="a"<|sep|>4<|close|>argument<|sep|>', {"a": "4"},
          ["an argument has not both its key and its type: {'key': 'a'}"]),
-        ('<|open|>json type="object"<|sep|>{"a": 4}<|close|>json<|sep|>', {"a": 4}, []),
-        ('<|open|>json type="object"<|sep|>[4]<|close|>json<|sep|>', "[4]", ["arguments that are no JSON object: '[4]'"]),
-        ('<|open|>json type="object"<|sep|>{}<|close|>json<|sep|><|open|>argument key="a" type="null"<|sep|>', {},
-         ["tag argument where none can be"]),
+        (raw('{"a": 4}'), {"a": 4}, []),
+        (raw("[4]"), "[4]", ["arguments that are no JSON object: '[4]'"]),
+        (raw("{}") + '<|open|>argument key="a" type="null"<|sep|>', {}, ["tag argument where none can be"]),
         ("", {}, []),
     ],
 )  # fmt: skip
 def test_arguments_are_typed(inside, arguments, faults):
-    call = f'<|close|>response<|sep|><|open|>tools<|sep|><|open|>call tool="f" index="1"<|sep|>{inside}<|close|>call<|sep|>'
-    messages, found, deltas = reply(call + "<|close|>tools<|sep|>" + END)
+    messages, found, deltas = reply(f"{CALL}{inside}<|close|>call<|sep|><|close|>tools<|sep|>" + END)
     assert messages[0]["tool_calls"] == [{"function": {"name": "f", "arguments": arguments}}]
     assert found == [f"message 1: {fault}" for fault in faults]
     text = "".join(delta.text for delta in deltas if delta.kind == "arguments")
@@ -250,16 +293,20 @@ def test_arguments_are_typed(inside, arguments, faults):
 
 def test_deltas_come_as_soon_as_they_can():
     parser = chat.Parser("think")
-    events = events_of(pieces_of(
-        'So<|close|>think<|sep|><|open|>response<|sep|>H<|close|>response<|sep|><|open|>tools<|sep|><|open|>call tool="f" index="1"<|sep|>'
-        '<|open|>argument key="s" type="string"<|sep|>"<|close|>argument<|sep|><|open|>argument key="n" type="number"<|sep|>1'
-        '<|close|>argument<|sep|><|close|>call<|sep|>'
-    ))  # fmt: skip
+    stream = (
+        f"So<|close|>think<|sep|><|open|>response<|sep|>H{CALL}"
+        '<|open|>argument key="s" type="string"<|sep|>"<|close|>argument<|sep|>'
+        '<|open|>argument key="n" type="number"<|sep|>1<|close|>argument<|sep|><|close|>call<|sep|>'
+    )
+    events = events_of(pieces_of(stream))
     seen = [(delta.kind, delta.text) for text, marker in events for delta in parser.push(text, marker)]
+    arguments = ['{"s": ', '"', '\\"', '"', ', "n": ', "1", "}"]
     assert seen == [
-        ("reasoning_content", "So"), ("content", "H"), ("call", "f"), ("arguments", '{"s": '), ("arguments", '"'), ("arguments", '\\"'),
-        ("arguments", '"'), ("arguments", ', "n": '), ("arguments", "1"), ("arguments", "}"),
-    ]  # fmt: skip
+        ("reasoning_content", "So"),
+        ("content", "H"),
+        ("call", "f"),
+        *(("arguments", text) for text in arguments),
+    ]
 
 
 def test_begins_is_a_channel():

@@ -17,11 +17,16 @@ def core():
     core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     core.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
-        vocab_size=700, special_tokens=MARKERS, initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False
+        vocab_size=700,
+        special_tokens=MARKERS,
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
     )
     core.train_from_iterator(["the quick brown fox <|open|> jumps over", "你好，世界 naïve 🙂 <|sep|>"] * 20, trainer)
     core.add_tokens(["    "])  # text, though added
-    core.post_processor = processors.TemplateProcessing(single="[BOS] $A", special_tokens=[("[BOS]", core.token_to_id("[BOS]"))])
+    core.post_processor = processors.TemplateProcessing(
+        single="[BOS] $A", special_tokens=[("[BOS]", core.token_to_id("[BOS]"))]
+    )
     core.enable_truncation(5)
     core.enable_padding(length=9)
     return core
@@ -88,7 +93,9 @@ def test_text_that_becomes_a_marker_is_an_error(core, folder):
     content["pre_tokenizer"]["use_regex"] = False
     (folder / "tokenizer.json").write_text(json.dumps(content))
     tokenizer = load_tokenizer(folder)
-    with pytest.raises(ValueError, match=r"^tokenizer.json: the text '<\|open\|>' became the marker <\|open\|>, must become text$"):
+    with pytest.raises(
+        ValueError, match=r"^tokenizer.json: the text '<\|open\|>' became the marker <\|open\|>, must become text$"
+    ):
         tokenizer.encode("<|open|>")
 
 
@@ -127,7 +134,10 @@ def test_what_loses_text_is_refused(core, folder, change, wrong):
         ("[1]", r"found \[1\], must be a JSON object"),
         ("{}", r"is no tokenizer \(.+\)"),
         (Tokenizer(models.WordLevel({"a": 0}, "a")).to_str(), r"255 of the 256 bytes are no tokens, .*\(byte-level\)"),
-        (Tokenizer(models.BPE({"▁a": 0}, [])).to_str(), r"'▁a' is not written in bytes; tokens must be bytes of text \(byte-level\)"),
+        (
+            Tokenizer(models.BPE({"▁a": 0}, [])).to_str(),
+            r"'▁a' is not written in bytes; tokens must be bytes of text \(byte-level\)",
+        ),
         (Tokenizer(models.BPE({}, [])).to_str(), r"256 of the 256 bytes are no tokens, .*"),
     ],
 )

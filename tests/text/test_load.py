@@ -48,17 +48,24 @@ def test_the_folder_decides(tmp_path, words):
 
 def test_a_tokenizer_fits_the_model(tmp_path, words):
     with pytest.raises(
-        ValueError, match=rf"^{words}: its tokenizer \(tiktoken\) has 2560 ids, must have at most the model's vocab_size=2559$"
+        ValueError,
+        match=rf"^{words}: its tokenizer \(tiktoken\) has 2560 ids, must have at most the model's vocab_size=2559$",
     ):
         load_tokenizer(words, 2559)
-    with pytest.raises(ValueError, match=rf"^{tmp_path}: found neither tiktoken.model nor tokenizer.json, .* vocab_size=163840, .*$"):
+    with pytest.raises(
+        ValueError, match=rf"^{tmp_path}: found neither tiktoken.model nor tokenizer.json, .* vocab_size=163840, .*$"
+    ):
         load_tokenizer(tmp_path, 163_840)
 
 
 def test_stop_ids_are_the_union_of_all_files(tmp_path):
     write_ranks(tmp_path, BYTES)
     assert load_tokenizer(tmp_path).stop_ids == {258}
-    write(tmp_path, config={"eos_token_id": 7, "text_config": {"eos_token_id": [8, 9]}}, generation_config={"eos_token_id": [9, 10]})
+    write(
+        tmp_path,
+        config={"eos_token_id": 7, "text_config": {"eos_token_id": [8, 9]}},
+        generation_config={"eos_token_id": [9, 10]},
+    )
     assert load_tokenizer(tmp_path).stop_ids == {7, 8, 9, 10, 258}
     write(tmp_path, tokenizer_config={"eos_token": {"content": "[EOS]", "special": True}}, config={"text_config": None})
     assert load_tokenizer(tmp_path).stop_ids == {9, 10, 257}
@@ -73,6 +80,7 @@ def test_stop_ids_are_the_union_of_all_files(tmp_path):
 @pytest.mark.parametrize(
     "name, content, wrong",
     [
+        ("config", '{"eos_token_id": 1, "eos_token_id": 2}', r"cannot be read as JSON \(eos_token_id is .* twice\)"),
         ("config", '{"eos_token_id": 1', r"cannot be read as JSON \(.*\)"),
         ("config", {"eos_token_id": "[EOS]"}, r'eos_token_id: found "\[EOS\]", must be an id or a list of ids'),
         ("config", {"text_config": {"eos_token_id": -1}}, r"eos_token_id: found -1, must be an id or a list of ids"),
@@ -80,7 +88,11 @@ def test_stop_ids_are_the_union_of_all_files(tmp_path):
         ("generation_config", "\xff", r"cannot be read as JSON \(.*\)"),
         ("generation_config", [], r"found \[\], must be a JSON object"),
         ("tokenizer_config", {"eos_token": "</s>"}, r'eos_token: found "</s>", must be the name of a special token'),
-        ("tokenizer_config", {"eos_token": {"text": "[EOS]"}}, r"eos_token: found .*, must be the name of a special token"),
+        (
+            "tokenizer_config",
+            {"eos_token": {"text": "[EOS]"}},
+            r"eos_token: found .*, must be the name of a special token",
+        ),
     ],
 )
 def test_damaged_stop_ids_are_one_line(tmp_path, name, content, wrong):
@@ -100,7 +112,12 @@ def test_files_travel_byte_for_byte(tmp_path, words):
     write(destination, tokenizer="{}")
     (destination / "notes.txt").write_text("stays")
     copies = copy_tokenizer(source, destination)
-    assert [path.name for path in copies] == ["chat_template.jinja", "generation_config.json", "tiktoken.model", "tokenizer_config.json"]
+    assert [path.name for path in copies] == [
+        "chat_template.jinja",
+        "generation_config.json",
+        "tiktoken.model",
+        "tokenizer_config.json",
+    ]
     assert copies == tokenizer_files(destination)
     assert all(path.read_bytes() == (source / path.name).read_bytes() for path in copies)
     assert {path.name for path in destination.iterdir()} == {*(path.name for path in copies), "notes.txt"}

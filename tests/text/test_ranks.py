@@ -40,7 +40,10 @@ class Slow:
     def merge(self, word: bytes) -> list[int]:
         parts = [word[i : i + 1] for i in range(len(word))]
         while True:
-            ranked = [(self.ranks.get(a + b, len(self.ranks)), i) for i, (a, b) in enumerate(zip(parts, parts[1:], strict=False))]
+            ranked = [
+                (self.ranks.get(a + b, len(self.ranks)), i)
+                for i, (a, b) in enumerate(zip(parts, parts[1:], strict=False))
+            ]
             rank, i = min(ranked, default=(len(self.ranks), 0))
             if rank == len(self.ranks):
                 return [self.ranks[part] for part in parts]
@@ -106,7 +109,12 @@ def test_decoding_ends_characters_at_markers(tokenizer):
     assert tokenizer.decode([first, second]) == "é"
     assert tokenizer.decode([first, tokenizer.marker("<|sep|>"), second]) == "\ufffd\ufffd"
     stream = tokenizer.stream()
-    assert [stream.push(id) for id in (first, tokenizer.marker("<|sep|>"), second, 65)] == ["", "\ufffd", "\ufffd", tokenizer.decode([65])]
+    assert [stream.push(id) for id in (first, tokenizer.marker("<|sep|>"), second, 65)] == [
+        "",
+        "\ufffd",
+        "\ufffd",
+        tokenizer.decode([65]),
+    ]
     for bad in (-1, tokenizer.vocab_size):
         with pytest.raises(ValueError, match=f"token id {bad} .* outside the vocabulary of {tokenizer.vocab_size}"):
             tokenizer.decode([bad])
@@ -115,7 +123,9 @@ def test_decoding_ends_characters_at_markers(tokenizer):
 
 
 @pytest.mark.parametrize(
-    "text", ["QUJDRA" * 5000, " " * 30_000 + "end", "ab " * 9000 + "x" * 50_001 + " y", "word " * 80_001, "é" * 25_001], ids=range(5)
+    "text",
+    ["QUJDRA" * 5000, " " * 30_000 + "end", "ab " * 9000 + "x" * 50_001 + " y", "word " * 80_001, "é" * 25_001],
+    ids=range(5),
 )
 def test_long_texts_are_cut_as_the_released_code_does(tokenizer, text):
     parts = list(cut_slowly(text))
@@ -123,6 +133,14 @@ def test_long_texts_are_cut_as_the_released_code_does(tokenizer, text):
     ids = tokenizer.encode(text)
     assert ids.tolist() == [id for part in parts for id in tokenizer.encode(part).tolist()]
     assert tokenizer.decode(ids) == text
+
+
+def test_runs_are_cut_wherever_they_begin():
+    for before in (0, 1, 12_499, 12_500, 12_501):
+        for run, count in ((25_000, 1), (25_001, 2)):
+            for text in ("a" * before + " " * run + "b", "\n" * before + "é" * run):
+                assert list(_cut(text)) == list(cut_slowly(text))
+            assert len(list(_cut("\n" * before + "é" * run))) == count
 
 
 def test_markers_are_no_text(tokenizer):
@@ -139,16 +157,18 @@ def test_released_names_stand_behind_the_ranks(tmp_path):
     bare = load_tokenizer(tmp_path, 512)
     assert bare.markers == named.markers and bare.identity == named.identity and bare.vocab_size == 512
     shift = 256 - 163_584
-    ids = {"[BOS]": 163584, "[EOS]": 163585, "<|end_of_msg|>": 163586, "<|open|>": 163587, "<|close|>": 163588, "<|sep|>": 163589,
-           "<|media_begin|>": 163602, "<|media_content|>": 163603, "<|media_end|>": 163604, "<|media_pad|>": 163605,
-           "[UNK]": 163838, "[PAD]": 163839}  # fmt: skip
+    ids = {"[BOS]": 163584, "[EOS]": 163585, "<|end_of_msg|>": 163586, "<|open|>": 163587, "<|close|>": 163588,
+           "<|sep|>": 163589, "<|media_begin|>": 163602, "<|media_content|>": 163603, "<|media_end|>": 163604,
+           "<|media_pad|>": 163605, "[UNK]": 163838, "[PAD]": 163839}  # fmt: skip
     for name, id in ids.items():
         assert bare.marker(name) == id + shift and bare.marker_name(id + shift) == name
     others = {f"<|reserved_token_{id}|>" for id in range(256, 512) if id - shift not in ids.values()}
     assert set(bare.markers) == {*ids, *others} and sorted(bare.markers.values()) == list(range(256, 512))
     assert (named.stop_ids, bare.stop_ids) == ({258}, frozenset())
     assert bare.encode("aé\udcff").tolist() == [97, 0xC3, 0xA9, 0xFF]
-    with pytest.raises(ValueError, match=r"^marker <\|im_end\|>: this tokenizer \(tiktoken, 512 tokens\) has none of that name$"):
+    with pytest.raises(
+        ValueError, match=r"^marker <\|im_end\|>: this tokenizer \(tiktoken, 512 tokens\) has none of that name$"
+    ):
         bare.marker("<|im_end|>")
 
 
@@ -156,7 +176,9 @@ def test_names_in_the_folder_come_first(tmp_path):
     write_ranks(tmp_path, BYTES)
     before = load_tokenizer(tmp_path)
     config = tmp_path / "tokenizer_config.json"
-    config.write_text(json.dumps({"added_tokens_decoder": {"258": {"content": "<|im_end|>"}}, "eos_token": {"content": "<|im_end|>"}}))
+    config.write_text(
+        json.dumps({"added_tokens_decoder": {"258": {"content": "<|im_end|>"}}, "eos_token": {"content": "<|im_end|>"}})
+    )
     tokenizer = load_tokenizer(tmp_path)
     assert tokenizer.marker("<|im_end|>") == 258 and tokenizer.stop_ids == {258}
     assert "<|open|>" not in tokenizer.markers and tokenizer.marker("<|reserved_token_259|>") == 259
@@ -176,7 +198,10 @@ def changed(place, line):
 @pytest.mark.parametrize(
     "content, wrong",
     [
-        (b"\n".join(rank_lines([*BYTES, b"ab"]))[:-4], r"model:257: found 'YWI=', must be a token in base64 and its rank"),
+        (
+            b"\n".join(rank_lines([*BYTES, b"ab"]))[:-4],
+            r"model:257: found 'YWI=', must be a token in base64 and its rank",
+        ),
         (b"\n".join(rank_lines())[:-1], r"model:256: rank 25 was there before, must be another one on every line"),
         (changed(3, b"A?== 3"), r"model:4: found 'A\?== 3', must be a token"),
         (changed(3, b"Aw== -3"), r"model:4: found 'Aw== -3', must be a token"),

@@ -7,8 +7,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from k3jax.text import ByteTokenizer
 from k3jax.tokens import check_tokens
-from k3jax.train.data import ByteDataset, ByteTokenizer, bigram_nats, find_text, split_files
+from k3jax.train.data import ByteDataset, bigram_nats, find_text, split_files
 
 # One byte a letter: the stream is a b c d e f g h, with documents starting at 0, 3 and 5.
 THREE = [b"abc", b"de", b"fgh"]
