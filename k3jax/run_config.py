@@ -72,10 +72,23 @@ class MeshConfig:
 
 @dataclass(frozen=True)
 class DataConfig:
-    """Text to train on, read as bytes: one byte is one token. With images, their tokens count too."""
+    """What to train on. Without a tokenizer one byte is one token. With images, their tokens count too."""
 
     paths: tuple[PathText, ...] = ()
-    """Files, folders or globs of text, separated by commas. None: the running Python's standard library."""
+    """Sources, separated by commas: tokenised corpora; files, folders or globs of text, *.jsonl and *.parquet. None: the
+    running Python's standard library."""
+    weights: tuple[float, ...] = ()
+    """For each source a positive number: its share of the rows. None: each row once an epoch."""
+    held_out_paths: tuple[PathText, ...] = ()
+    """Sources to evaluate on, in place of a part of `paths`."""
+    tokenizer: PathText | None = None
+    """Folder with the tokenizer's files. None: a token is a byte."""
+    learn: Literal["assistant", "last", "all"] = "assistant"
+    """Of conversations, what is learnt: what the assistant has to produce, its last turn alone, or all."""
+    thinking: bool = True
+    """Whether the reasoning in conversations is part of them."""
+    long: Literal["cut", "skip"] = "cut"
+    """What becomes of documents longer than a row: texts are cut, of conversations the last messages are kept; or nothing."""
     pairs: tuple[PathText, ...] = ()
     """In place of `paths`, JSONL files of {"image": path or list of paths, "text": ...}, for a model with `vision`."""
     seq_len: int = 512
@@ -83,7 +96,7 @@ class DataConfig:
     batch_size: int = 16
     """Sequences per step, over all devices."""
     held_out: float = 0.05
-    """Fraction of the files kept for evaluation."""
+    """Fraction of the documents (of plain text as bytes: of the files) kept for evaluation."""
     seed: Seed = 0
     """Seed of the order of the data."""
 
@@ -217,6 +230,8 @@ class RunConfig:
         one_more = f"False: a token has {eligible} experts to choose model.num_experts_per_token={k} of, it takes one more"
         final_rate, room = train.final_learning_rate, model.max_position_embeddings
         most_rows = f"such that a step has at most {LARGEST} tokens, with data.seq_len={data.seq_len}"
+        sources = {name: getattr(data, name) for name in ("paths", "weights", "held_out_paths", "tokenizer")}
+        sources = {name: ",".join(map(str, v)) if isinstance(v, tuple) else v for name, v in sources.items()}
         simulated = f"0 (the machine's own devices) to {MOST_DEVICES}"
         ranges = (
             *((f"mesh.{axis}", size, size >= 1 or size == -1, left) for axis, size in vars(mesh).items()),
@@ -224,7 +239,8 @@ class RunConfig:
             ("data.seq_len", data.seq_len, data.seq_len <= room, f"at most model.max_position_embeddings={room}"),
             ("data.batch_size", data.batch_size, data.batch_size >= 1, "at least 1"),
             ("data.batch_size", data.batch_size, data.batch_size * data.seq_len <= LARGEST, most_rows),
-            ("data.paths", ",".join(data.paths), not (data.paths and data.pairs), "empty beside data.pairs"),
+            *((f"data.{name}", value, not (data.pairs and value), "empty beside data.pairs") for name, value in sources.items()),
+            ("data.weights", sources["weights"], all(weight > 0 for weight in data.weights), "positive numbers"),
             ("data.pairs", ",".join(data.pairs), model.vision or not data.pairs, "empty: the model has no vision"),
             ("data.held_out", data.held_out, 0 < data.held_out < 1, "between 0 and 1"),
             ("train.steps", train.steps, train.steps >= 1, "at least 1"),

@@ -347,7 +347,7 @@ def test_plan_ends_with_2_after_its_table_where_a_strategy_does_not_fit(capsys):
     "line, says",
     [
         ("trian", "trian: no such command; did you mean train?"),
-        ("x", "x: no such command; must be one of train, generate, convert, plan, bench, inspect"),
+        ("x", "x: no such command; must be one of train, generate, data, convert, plan, bench, inspect"),
         ("train", "Missing from python -m k3jax train: --config STR"),
         ("train --config none.py", "none.py: no such file"),
         ("convert", "Expected one of {import, export, synthesize}."),

@@ -1,4 +1,4 @@
-"""The command line: `python -m k3jax train | generate | convert | plan | bench | inspect`.
+"""The command line: `python -m k3jax train | generate | data | convert | plan | bench | inspect`.
 
 A mistake in what the user gave (a setting, a file, a checkpoint) ends with one line on stderr and exit code
 2; `K3JAX_TRACEBACK=1` shows where it was raised. JAX is imported when a command runs, not for `--help`.
@@ -23,6 +23,7 @@ from tyro.conf import Positional, subcommand
 from k3jax import runtime
 from k3jax.cli.bench import Bench, BenchStep, BenchStrategies
 from k3jax.cli.convert import Convert, Inspect
+from k3jax.cli.data import Data
 from k3jax.cli.options import at_least, check, tidied
 from k3jax.cli.plan import Plan
 from k3jax.config import shown
@@ -124,12 +125,13 @@ class Generate:
 Command = (
     Annotated[Train, subcommand("train")]
     | Annotated[Generate, subcommand("generate")]
+    | Annotated[Data, subcommand("data")]
     | Annotated[Convert, subcommand("convert")]
     | Annotated[Plan, subcommand("plan")]
     | Annotated[Bench, subcommand("bench")]
     | Annotated[Inspect, subcommand("inspect")]
 )
-_NAMES = ("train", "generate", "convert", "plan", "bench", "inspect")
+_NAMES = ("train", "generate", "data", "convert", "plan", "bench", "inspect")
 _PROG = "python -m k3jax"
 
 

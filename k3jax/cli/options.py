@@ -34,6 +34,12 @@ def rounds(**options: int) -> list[Option]:
     return [(name, value, 1 <= value <= MOST_ROUNDS, right) for name, value in options.items()]
 
 
+def workers(count: int) -> Option:
+    """For `check`: processes of this machine, 0 for one a core."""
+    most = 8 * (os.cpu_count() or 1)
+    return "workers", count, 0 <= count <= most, f"from 0 to {most}, eight times this machine's cores"
+
+
 def writable(name: str, path: str | None) -> Option:
     """For `check`: a file to write, if one is asked for."""
     if path is None:
