@@ -1,7 +1,5 @@
 """`python -m k3jax <command>`."""
 
-import sys
+from k3jax.cli import command
 
-from k3jax.cli import main
-
-sys.exit(main())
+command()

@@ -11,15 +11,18 @@ import math
 import types
 import typing
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 from k3jax import strict_json
+from k3jax.paths import check_kind, expand
 
 MX_BLOCK = 32  # values that share one microscaling exponent
+LARGEST = 2**31 - 1  # what is counted on devices is counted in int32
+_SINGLE = 2.0**-149, (2 - 2.0**-23) * 2.0**127  # smallest and largest positive float32
 
 
 class LayerKind(NamedTuple):
@@ -77,7 +80,8 @@ class VisionConfig:
             _check_type(f"vision_config.{name}", getattr(self, name), hint)
         for name in (field.name for field in dataclasses.fields(self)):
             value = getattr(self, name)
-            if name != "media_placeholder_token_id" and min(value if isinstance(value, tuple) else (value,)) <= 0:
+            values = value if isinstance(value, tuple) else (value,)
+            if name != "media_placeholder_token_id" and min(values) <= 0:
                 raise ValueError(f"vision_config.{name}: found {value}, must be positive")
         if self.qkv_hidden_size % (4 * self.vt_num_attention_heads):
             raise ValueError(
@@ -170,7 +174,7 @@ class ModelConfig:
     max_position_embeddings: int = 1048576
     quantized_experts: bool = False  # checkpoints hold the routed experts as packed MXFP4
     bos_token_id: int | None = None
-    eos_token_id: int | None = None
+    eos_token_id: int | tuple[int, ...] | None = None
     pad_token_id: int | None = None
     vision: VisionConfig | None = None
 
@@ -283,6 +287,12 @@ class ModelConfig:
         )
 
     @property
+    def stop_ids(self) -> frozenset[int]:
+        """Tokens that end a generation: `eos_token_id`, one, several or none."""
+        ids = self.eos_token_id
+        return frozenset(ids if isinstance(ids, tuple) else () if ids is None else (ids,))
+
+    @property
     def segments(self) -> tuple[Segment, ...]:
         """The stack as units and repeats, with as few layers in units as can be: a compiler works on each of them.
 
@@ -374,8 +384,9 @@ class ModelConfig:
         if isinstance(source, Mapping):
             raw = source
         else:
-            path = Path(source)
+            path = Path(expand(source))
             path = path / "config.json" if path.is_dir() else path
+            check_kind(path)
             try:
                 raw = strict_json.loads(path.read_text(encoding="utf-8"))
             except FileNotFoundError:
@@ -418,7 +429,8 @@ class ModelConfig:
             if field.name in _ELSEWHERE:
                 continue
             if field.name in text:
-                values[field.name] = text.pop(field.name)
+                value = text.pop(field.name)
+                values[field.name] = _tuple_of(value) if field.name in _TOKEN_IDS else value
                 _check_type(field.name, values[field.name], hints[field.name])
             elif field.default is dataclasses.MISSING:
                 raise ValueError(f"{field.name}: missing from the config")
@@ -442,7 +454,7 @@ class ModelConfig:
                 f"must equal num_attention_heads={values['num_attention_heads']}"
             )
         _check_known(text, _IGNORED, "text_config." if model_type == "kimi_k3" else "")
-        values |= {key: outer[key] for key in _TOKEN_IDS if key in outer}
+        values |= {key: _tuple_of(outer[key]) for key in _TOKEN_IDS if key in outer}
         if quantization is not None:
             _check_object("quantization_config", quantization)
             if quantization.get("format") != "mxfp4-pack-quantized":
@@ -458,7 +470,7 @@ class ModelConfig:
     def to_hf(self) -> dict[str, Any]:
         """The released `config.json` this configuration stands for; `from_hf` inverts it."""
         text: dict[str, Any] = {
-            field.name: getattr(self, field.name)
+            field.name: _list_of(getattr(self, field.name))
             for field in dataclasses.fields(self)
             if field.name not in _ELSEWHERE
         }
@@ -484,7 +496,7 @@ class ModelConfig:
             "dtype": "bfloat16",
             "tie_word_embeddings": self.tie_word_embeddings,
             "bos_token_id": self.bos_token_id,
-            "eos_token_id": self.eos_token_id,
+            "eos_token_id": _list_of(self.eos_token_id),
             "pad_token_id": self.pad_token_id,
             "text_config": text,
         }
@@ -647,9 +659,30 @@ def describe_type(hint: Any) -> str:
     return names.get(hint, getattr(hint, "__name__", str(hint)))
 
 
+def beyond(value: Any) -> str | None:
+    """What would be right of a number that its type on the devices, int32 or float32, does not hold; NaN is none."""
+    if isinstance(value, int) and not -LARGEST <= value <= LARGEST:
+        return f"from -{LARGEST} to {LARGEST}"
+    if isinstance(value, float) and value and not _SINGLE[0] <= abs(value) <= _SINGLE[1]:
+        return "a finite number that float32 can hold"
+    return None
+
+
+def shown(value: Any, write: Callable[[Any], str] = str) -> str:
+    """A value in a message, not longer than a line can take."""
+    try:
+        text = write(value)
+    except ValueError:  # Python does not write numbers of thousands of digits
+        return "a number of thousands of digits"
+    return text if len(text) <= 100 else f"{text[:97]}..."
+
+
 def _check_type(key: str, value: Any, hint: Any) -> None:
     if not is_instance(value, hint):
-        raise ValueError(f"{key}: found {value!r}, must be {describe_type(hint)}")
+        raise ValueError(f"{key}: found {shown(value, repr)}, must be {describe_type(hint)}")
+    for number in value if isinstance(value, tuple) else (value,):
+        if right := beyond(number):
+            raise ValueError(f"{key}: found {shown(number)}, must be {right}")
 
 
 def _check_object(key: str, value: Any) -> None:
@@ -668,6 +701,10 @@ def _check_known(found: Mapping[str, Any], known, prefix: str) -> None:
 def _tuple_of(value: Any) -> Any:
     """JSON has lists where a configuration, to be hashable, has tuples."""
     return tuple(value) if isinstance(value, list) else value
+
+
+def _list_of(value: Any) -> Any:
+    return list(value) if isinstance(value, tuple) else value
 
 
 def _vision_from_hf(vision: Mapping[str, Any], placeholder: int) -> VisionConfig:

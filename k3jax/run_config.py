@@ -21,9 +21,9 @@ from typing import Any, Literal
 
 import tyro
 
-from k3jax.config import MX_BLOCK, ModelConfig
+from k3jax.config import LARGEST, MX_BLOCK, ModelConfig, shown
 from k3jax.paths import check_kind, expand
-from k3jax.values import FLAGS, LARGEST, AnyText, PathText, Seed, expand_paths, hints, parse, shown, unfit
+from k3jax.values import FLAGS, AnyText, PathText, Seed, expand_paths, hints, parse, unfit
 
 CONFIGS = Path(__file__).parent / "configs"  # what the commands find by name, in the checkout and installed
 STRATEGIES = CONFIGS / "strategies"
@@ -195,6 +195,10 @@ class RunConfig:
 
     def __post_init__(self):
         expand_paths(self)
+
+    def settings(self) -> dict[str, Any]:
+        """Every setting by its dotted key, but for what is each process' own."""
+        return {key: _get(self, key) for key in _keys(self) if key != "processes.index"}
 
     def on(self, devices: int) -> RunConfig:
         """This run on so many devices, as `MeshConfig.on`."""

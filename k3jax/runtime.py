@@ -2,22 +2,29 @@
 
 from __future__ import annotations
 
-import atexit
 import contextlib
+import hashlib
 import io
+import itertools
+import json
 import os
 import re
 import resource
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from importlib import metadata
 from pathlib import Path
+from typing import NoReturn
 
 from k3jax.run_config import ProcessesConfig
 
 _HEARTBEAT_SECONDS = 60  # after which a process that died without a word is given up, and all end
 _ECHO_SECONDS = 10  # that a failed collective keeps silent: whoever started the processes ends them before
+_AGREE_MS = 300_000  # a process that died is noticed by its heartbeat; one that starts late is waited for
+_HOST_SECONDS = 1  # for which process 0, which the others talk through, outlives what it has told them
+_agreements = itertools.count()
 
 
 def setup(cpu_devices: int = 0, processes: ProcessesConfig = ProcessesConfig()) -> None:
@@ -49,30 +56,99 @@ def setup(cpu_devices: int = 0, processes: ProcessesConfig = ProcessesConfig()) 
         _join(jax, processes)
 
 
+def agree(settings: Mapping[str, object], mistake: Exception | None = None) -> None:
+    """Returns when all processes have called it, with the same settings and without a mistake of the user's.
+
+    Raises in every process `ValueError`, one line: the mistake, with the process it was made in, or the first setting that
+    differs from process 0's. All make the same calls in the same order. Of one process it raises the mistake.
+    """
+    from jax._src import distributed  # the store that the processes met over; as reachable before any device is used
+
+    client, mine = distributed.global_state.client, distributed.global_state.process_id
+    if client is None:
+        if mistake is not None:
+            raise mistake
+        return
+    place = f"k3jax/agree/{next(_agreements)}"
+    texts = {key: " ".join(str(value).split()) for key, value in settings.items()}
+    if mine == 0:
+        client.key_value_set(f"{place}/settings", json.dumps(texts))
+    first = json.loads(client.blocking_key_value_get(f"{place}/settings", _AGREE_MS))
+    differing = [key for key in first | texts if first.get(key) != texts.get(key)]
+    verdict = ""
+    if mistake is not None:
+        verdict = " ".join(str(mistake).split())
+    elif differing:
+        key, more = differing[0], f" (and {len(differing) - 1} more)" if differing[1:] else ""
+        found = f"{first.get(key)} in process 0, {texts.get(key)} in process {mine}"
+        verdict = f"{key}: {found}{more}; all processes need the same settings"
+    made = "" if mistake is None else "made"
+    client.key_value_set(f"{place}/verdict/{mine:06}", json.dumps([made, verdict]))
+    client.wait_at_barrier(f"{place}/given", _AGREE_MS)
+    verdicts = [json.loads(text) for _, text in sorted(client.key_value_dir_get(f"{place}/verdict"))]
+    client.wait_at_barrier(f"{place}/read", _AGREE_MS)
+    if not any(text for _, text in verdicts):
+        return
+    if mine == 0:
+        time.sleep(_HOST_SECONDS)
+    if mistake is not None:
+        raise mistake
+    # A mistake comes first: other settings may be its consequence.
+    index = next((i for i, (made, _) in enumerate(verdicts) if made), None)
+    if index is not None:
+        raise ValueError(f"process {index}: {verdicts[index][1]}")
+    raise ValueError(verdict or next(text for _, text in verdicts if text))
+
+
+def versions() -> dict[str, str]:
+    """What besides the settings decides what a process computes, for `agree`."""
+    import jax
+
+    packages = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy", "ml_dtypes")
+    found = {name: metadata.version(name) for name in packages}
+    found["k3jax"] = digest(*sorted(Path(__file__).parent.rglob("*.py")))
+    found["Python"] = "{}.{}".format(*sys.version_info)
+    found["jax_enable_x64"] = jax.config.jax_enable_x64
+    found["jax_default_matmul_precision"] = jax.config.jax_default_matmul_precision
+    found["devices"] = f"{jax.local_device_count()} of {jax.local_devices()[0].device_kind}"
+    return found
+
+
+def digest(*files: str | Path) -> str:
+    """Tells texts of files apart."""
+    found = hashlib.sha256()
+    for file in files:
+        found.update(Path(file).read_bytes())
+    return found.hexdigest()[:12]
+
+
 @contextlib.contextmanager
 def ending_together() -> Iterator[None]:
-    """A failure inside ends this process as soon as it is told, and with it all that work with it.
+    """For what several processes do together: the message to be read is that of the process that failed.
 
-    Without, JAX would wait at exit for the other processes, which wait for this one.
+    Whoever started the processes ends the others when one has ended, which `end` makes it do as soon as it is told.
     """
     import jax
 
     try:
         yield
-    except BaseException as error:
+    except jax.errors.JaxRuntimeError:
         if jax.distributed.is_initialized():
-            code = 2 if isinstance(error, (ValueError, OSError)) else 130 if isinstance(error, KeyboardInterrupt) else 1
-            atexit.register(_exit, code)  # runs before what JAX registered
-            if isinstance(error, jax.errors.JaxRuntimeError):
-                # Most often the echo of another process' failure, whose message is the one to be read.
-                time.sleep(_ECHO_SECONDS)
+            time.sleep(_ECHO_SECONDS)  # most often the echo of another process' failure
         raise
 
 
-def _exit(code: int) -> None:
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(code)
+def end(code: int) -> NoReturn:
+    """Ends this process; after a failure at once, with nothing waited for.
+
+    Python would wait for threads that Orbax has left behind, and JAX for other processes, which may wait for this one.
+    """
+    with contextlib.suppress(OSError, ValueError):  # a reader that left
+        sys.stdout.flush()
+        sys.stderr.flush()
+    if code:
+        os._exit(code)
+    sys.exit(0)
 
 
 def _join(jax, processes: ProcessesConfig) -> None:

@@ -14,6 +14,7 @@ from jax.experimental import mesh_utils
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from k3jax.derivative import by_hand
 from k3jax.rules import MESH_AXES, RULES, pieces
 
 Logical = Sequence[str | None]  # names of an array's leading axes
@@ -128,7 +129,7 @@ def on_shards(fn: Callable, in_axes: Sequence[Logical], out_axes: Sequence[Logic
     return checked
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(1, 2))
+@partial(by_hand, nondiff_argnums=(1, 2))
 def gathered(x: Array, axes: tuple[str, ...], axis: int) -> Array:
     """Inside `shard_map`, x whole along `axis`, which mesh `axes` split in R: [..,n,..] -> [..,R n,..], in x's dtype.
 
@@ -160,10 +161,3 @@ def tree_shardings(boxed, mesh: Mesh):
         return NamedSharding(mesh, P())
 
     return jax.tree.map(one, boxed, is_leaf=lambda leaf: isinstance(leaf, nn.LogicallyPartitioned))
-
-
-def model_shardings(cfg, mesh: Mesh, experts: str = "dequantized"):
-    """NamedShardings of a model's variables, in a tree like what `load_hf` returns."""
-    from k3jax.nn.model import K3, init_variables
-
-    return tree_shardings(jax.eval_shape(lambda: init_variables(K3(cfg, experts=experts), jax.random.key(0))), mesh)

@@ -16,24 +16,21 @@ from typing import Annotated, Any, Literal
 
 from tyro.constructors import ConstructorRegistry, PrimitiveConstructorSpec
 
-from k3jax.config import describe_type, is_instance
+from k3jax.config import beyond, describe_type, is_instance, shown
 from k3jax.paths import expand
 
-LARGEST = 2**31 - 1  # whole number: what is counted on devices is counted in int32
 LARGEST_SEED = 2**32 - 1  # JAX takes the lower 32 bits of a seed
-_FLOAT32 = 2.0**-149, (2 - 2.0**-23) * 2.0**127  # smallest and largest positive values
 
 _WORDS = dict.fromkeys(("true", "yes", "on", "1"), True) | dict.fromkeys(("false", "no", "off", "0"), False)
 
 
 @dataclass(frozen=True)
 class Kind:
-    """Values of one Python type: how they are read from text, which of them fit, and what that is in words."""
+    """Values of one Python type: how they are read from text, and, where one does not fit, what would be right."""
 
     type: type
     read: Callable[[str], Any]
-    fits: Callable[[Any], bool]
-    right: str
+    unfit: Callable[[Any], str | None]
 
     def parse(self, text: str) -> Any:
         """The value that a text stands for. Raises `ValueError` saying what would be right."""
@@ -41,8 +38,8 @@ class Kind:
             value = self.read(text)
         except ValueError:
             raise ValueError(describe_type(self.type)) from None
-        if not self.fits(value):
-            raise ValueError(self.right)
+        if right := self.unfit(value):
+            raise ValueError(right)
         return value
 
     @property
@@ -71,8 +68,8 @@ def _flag(read: Callable[[str], Any], metavar: str, hint: Any) -> PrimitiveConst
     )
 
 
-def whole(text: str) -> int | decimal.Decimal:
-    """The whole number that a text writes, such as 1000, 1_000 or 1e3; one too large for any use stays a Decimal.
+def whole(text: str) -> int:
+    """The whole number that a text writes, such as 1000, 1_000 or 1e3; one beyond any use is cut down to 2^64.
 
     Example:
         >>> whole("1e3")
@@ -82,9 +79,10 @@ def whole(text: str) -> int | decimal.Decimal:
         number = decimal.Decimal(text.strip())
     except decimal.InvalidOperation:
         raise ValueError(text) from None
-    if number.is_finite() and number.copy_abs() > 2**64:
-        return number
-    if not number.is_finite() or number != int(number):
+    if not number.is_finite():
+        raise ValueError(text)
+    number = max(min(number, 2**64), -(2**64))  # 1e999999999 is not to be written out
+    if number != int(number):
         raise ValueError(text)
     return int(number)
 
@@ -97,28 +95,15 @@ def truth(text: str) -> bool:
         raise ValueError(text) from None
 
 
-def shown(value: Any) -> str:
-    """A value in a message, not longer than a line can take."""
-    try:
-        text = str(value)
-    except ValueError:  # Python does not write numbers of thousands of digits
-        return "a number of thousands of digits"
-    return text if len(text) <= 100 else f"{text[:97]}..."
-
-
-def _is_single(number: float) -> bool:
-    return number == 0 or _FLOAT32[0] <= abs(number) <= _FLOAT32[1]  # nor is nan
-
-
 _KINDS = {
-    int: Kind(int, whole, lambda n: -LARGEST <= n <= LARGEST, f"from -{LARGEST} to {LARGEST}"),
-    float: Kind(float, float, _is_single, "a finite number that float32 can hold"),
-    bool: Kind(bool, truth, lambda _: True, "True or False"),
-    str: Kind(str, str, bool, "text that is not empty"),
+    int: Kind(int, whole, beyond),
+    float: Kind(float, float, beyond),
+    bool: Kind(bool, truth, lambda value: None),
+    str: Kind(str, str, lambda text: None if text else "text that is not empty"),
 }
-SEED = Kind(int, whole, lambda n: 0 <= n <= LARGEST_SEED, f"from 0 to {LARGEST_SEED}")
-PATH = Kind(str, expand, lambda path: bool(path.strip()) and "\0" not in path, "the name of a file or folder")
-ANY = Kind(str, str, lambda _: True, "text")
+SEED = Kind(int, whole, lambda n: None if 0 <= n <= LARGEST_SEED else f"from 0 to {LARGEST_SEED}")
+PATH = Kind(str, expand, lambda path: None if path.strip() and "\0" not in path else "the name of a file or folder")
+ANY = Kind(str, str, lambda text: None)
 
 Seed = Annotated[int, SEED, SEED.flag]
 PathText = Annotated[str, PATH, PATH.flag]
@@ -211,7 +196,7 @@ def _check_of(hint: Any) -> Callable[[Any], str | None]:
         def check(value):
             if type(value) is not kind.type and not is_instance(value, kind.type):
                 return describe_type(kind.type)
-            return None if kind.fits(value) else kind.right
+            return kind.unfit(value)
 
     else:
 

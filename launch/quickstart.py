@@ -151,7 +151,7 @@ def compare_logits(config, checkpoint, export) -> tuple[int, int]:
 def generate(export, max_tokens: int = 200) -> tuple[str, float]:
     """(prompt and continuation, tokens a second after the first)."""
     from k3jax.serve.generate import generate_tokens, load_model
-    from k3jax.train.data import ByteTokenizer
+    from k3jax.text import ByteTokenizer
 
     model, variables = load_model(export)
     tokens, start = [], None

@@ -4,6 +4,9 @@ import gc
 import json
 import os
 import shutil
+import subprocess
+import sys
+import time
 from pathlib import Path
 
 os.environ["JAX_PLATFORMS"] = "cpu"
@@ -15,6 +18,7 @@ import pytest  # noqa: E402
 from safetensors.numpy import load_file, save_file  # noqa: E402
 
 import k3jax  # noqa: E402
+from k3jax.text import train_tokenizer  # noqa: E402
 
 jax.config.update("jax_num_cpu_devices", 8)
 jax.config.update("jax_enable_x64", True)
@@ -64,6 +68,44 @@ def tiny():
     )
 
 
+@pytest.fixture(scope="session")
+def refusal():
+    """Runs a command that must fail by itself, in a process: what it says, in one line, soon after which it has ended."""
+
+    def run(*argv, code=2, seconds=5, cwd=None, **env):
+        command = [sys.executable, "-m", "k3jax", *map(str, argv)]
+        env = os.environ | {"PYTHONPATH": str(ROOT), "XLA_FLAGS": "", "JAX_PLATFORMS": "cpu"} | env
+        pipes = {"stdin": subprocess.DEVNULL, "stdout": subprocess.DEVNULL, "stderr": subprocess.PIPE}
+        process = subprocess.Popen(command, cwd=cwd, env=env, text=True, **pipes)
+        try:
+            line = process.stderr.readline()
+            told = time.monotonic()
+            rest = process.communicate(timeout=60)[1]
+        finally:
+            process.kill()
+        assert line.startswith("error: ") and rest == "", line + rest
+        assert process.returncode == code
+        assert time.monotonic() - told <= seconds
+        return line.removeprefix("error: ").rstrip("\n")
+
+    return run
+
+
+@pytest.fixture(scope="session")
+def words(tmp_path_factory):
+    """Folder of a tokenizer of the released kind with 2,560 ids, trained on some sources and on other scripts."""
+    folder = tmp_path_factory.mktemp("words")
+    sources = [Path(json.__file__), Path(shutil.__file__), Path(os.__file__)]
+    scripts = [
+        "Der Käse — naïve Straße, déjà vu. Съешь ещё этих мягких булок. Ελληνικά γράμματα.\n" * 9,
+        "你好，世界！我是学生。漢字とかなとカタカナ。안녕하세요 세계.\n" * 9,
+        "مرحبا بالعالم שלום עולם नमस्ते दुनिया 🙂👩‍💻\n" * 9,
+    ]
+    train_tokenizer([*(source.read_text(encoding="utf-8") for source in sources), *scripts], 2560, folder)
+    return folder
+
+
+ROOT = Path(__file__).parents[1]
 DATA = Path(__file__).parent / "data"
 INDEX = "model.safetensors.index.json"
 

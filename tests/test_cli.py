@@ -19,6 +19,7 @@ from hypothesis import strategies as st
 
 import k3jax.bench
 import k3jax.hf
+import k3jax.serve.sampling
 import k3jax.train
 from k3jax import cli, run_config, runtime
 from k3jax.cli.bench import BenchKda
@@ -659,6 +660,15 @@ BATCH_PARTS = "mesh.data*mesh.fsdp*mesh.expert*train.grad_accum"
             "model's shared_intermediate_size=63: must be a multiple of mesh.tensor=2",
         ),
         ("model.num_experts=18", "model.num_experts=18: must be a multiple of mesh.expert*mesh.tensor=4"),
+        (
+            "model.num_experts_per_token=16",
+            "train.quantile_balancing=True: must be False: a token has 16 experts to choose "
+            "model.num_experts_per_token=16 of, it takes one more",
+        ),
+        (
+            "model.num_expert_group=4 model.topk_group=1",
+            "train.quantile_balancing=True: must be False: a token has 4 experts to choose",
+        ),
         ("model.hidden_size=95", "model.hidden_size=95: must be a multiple of mesh.fsdp=2"),
         ("model.routed_expert_hidden_size=63", "hidden_size=63: must be a multiple of mesh.fsdp=2"),
         ("model.moe_intermediate_size=63", "moe_intermediate_size=63: must be a multiple of mesh.fsdp=2"),
@@ -684,6 +694,9 @@ def test_what_fits():
     apply_overrides(CONFIG, ["cpu_devices=0"]).validate()
     # Microscaling blocks matter to quantisation-aware training alone.
     apply_overrides(CONFIG, ["train.qat=False", "model.moe_intermediate_size=80"]).validate()
+    whole = "model.num_experts_per_token=16"  # only Quantile Balancing compares with one more
+    apply_overrides(CONFIG, [whole, "train.quantile_balancing=False"]).validate()
+    apply_overrides(CONFIG, [whole, "model.first_k_dense_replace=99"]).validate()
 
 
 def test_types_in_a_file_are_checked():

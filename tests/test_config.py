@@ -225,6 +225,14 @@ def test_fields_that_are_easily_mixed_up(k3, linear):
     assert (linear.hidden_act, linear.routed_scaling_factor, linear.vision) == ("silu", 2.446, None)
 
 
+@pytest.mark.parametrize("name", ["k3_tiny", "kimi_linear_tiny"])
+@pytest.mark.parametrize("ids, stop_ids", [(7, {7}), ([7, 9], {7, 9}), (None, set())])
+def test_one_or_several_tokens_end_a_generation(name, ids, stop_ids):
+    cfg = ModelConfig.from_hf(raw(name) | {"eos_token_id": ids})
+    assert cfg.stop_ids == stop_ids and hash(cfg) == hash(ModelConfig.from_hf(cfg.to_hf()))
+    assert cfg.to_hf()["eos_token_id"] == ids
+
+
 # ---- refusals -------------------------------------------------------------------------------------
 
 NULL = object()  # JSON's null; None below takes the key away
@@ -280,7 +288,8 @@ NULL = object()  # JSON's null; None below takes the key away
         ("k3_tiny", "text_config.moe_renormalize", 1, "moe_renormalize: found 1, must be True or False"),
         ("k3_tiny", "text_config.num_attention_heads", "3", "num_attention_heads: found '3', must be an int"),
         ("k3_tiny", "text_config.num_key_value_heads", NULL, "num_key_value_heads: found None, must equal"),
-        ("k3_tiny", "eos_token_id", [2], r"eos_token_id: found \[2\], must be an integer or None"),
+        ("k3_tiny", "bos_token_id", [2], r"bos_token_id: found \(2,\), must be an integer or None"),
+        ("k3_tiny", "eos_token_id", ["2"], r"eos_token_id: found \('2',\), must be an integer or a tuple of .* or None"),
         ("k3_tiny", "text_config", [], r"text_config: found \[\], must be a JSON object"),
         ("k3_tiny", "text_config.linear_attn_config", NULL, "linear_attn_config: found None, must be a JSON"),
         ("k3_tiny", "text_config.quantization_config", "fp4", "quantization_config: found 'fp4', must be a"),
@@ -305,6 +314,8 @@ NULL = object()  # JSON's null; None below takes the key away
         ),
         ("k3_tiny", "vision_config.patch_size", 1.5, "vision_config.patch_size: found 1.5, must be an int"),
         ("k3_tiny", "vision_config.patch_size", 0, "vision_config.patch_size: found 0, must be positive"),
+        ("k3_tiny", "vision_config.projector_ln_eps", float("nan"), "projector_ln_eps: found nan, must be a finite number"),
+        ("k3_tiny", "vision_config.patch_size", 2**31, "patch_size: found 2147483648, must be from -2147483647 to 2147483647"),
         ("k3_tiny", "vision_config.mm_hidden_size", 16, "mm_hidden_size: found 16, must equal vt_hidden_size=32"),
         ("k3_tiny", "vision_config.qkv_hidden_size", 44, "qkv_hidden_size: found 44, must be a multiple of 4 .*=8"),
         ("k3_tiny", "vision_config.vt_hidden_size", 31, "vision_config.vt_hidden_size: found 31, must be even"),
@@ -341,7 +352,8 @@ def test_a_wrong_released_config(model, where, value, message):
         ({"kda_layers": (1, 2, 3, 5, 6)}, r"layers \[7\] are missing, extra or listed twice"),
         ({"full_attn_layers": (4, 8, 9, 10)}, r"layers \[10\] are missing, extra or listed twice"),
         ({"full_attn_layers": (4, 7, 8, 9)}, r"layers \[7\] are missing, extra or listed twice"),
-        ({"num_hidden_layers": 10**18}, r"layers \[10, 11, .*, 19\] are missing, .* each of 1..num_hidden_layers=1000000000000000000 once"),
+        ({"num_hidden_layers": 2**31 - 1}, r"layers \[10, 11, .*, 19\] are missing, .* each of 1..num_hidden_layers=2147483647 once"),
+        ({"num_hidden_layers": 10**18}, "num_hidden_layers: found 1000000000000000000, must be from -2147483647 to 2147483647"),
         ({"num_experts_per_token": 13}, "num_experts_per_token: found 13, must be at most num_experts=12"),
         ({"num_expert_group": 5}, "num_expert_group: found 5, must divide num_experts=12"),
         ({"num_expert_group": 4, "topk_group": 5}, "topk_group: found 5, must be between 1 and"),
@@ -350,12 +362,12 @@ def test_a_wrong_released_config(model, where, value, message):
             "topk_group: found 1, whose groups hold 2 experts, fewer than num_experts_per_token=3",
         ),
         ({"gate_lower_bound": 0.0}, "gate_lower_bound: found 0.0, must be negative"),
-        ({"gate_lower_bound": float("-inf")}, "gate_lower_bound: found -inf, must be negative"),
+        ({"gate_lower_bound": float("-inf")}, "gate_lower_bound: found -inf, must be a finite number that float32 can hold"),
         ({"attn_res_block_size": 0}, "attn_res_block_size: found 0, must be positive or None"),
         ({"q_lora_rank": -1}, "q_lora_rank: found -1, must be positive or None"),
         ({"routed_expert_hidden_size": -32}, "routed_expert_hidden_size: found -32, must be positive or"),
         ({"initializer_range": -0.02}, "initializer_range: found -0.02, must be 0 or more"),
-        ({"rms_norm_eps": float("nan")}, "rms_norm_eps: found nan, must be positive"),
+        ({"rms_norm_eps": float("nan")}, "rms_norm_eps: found nan, must be a finite number that float32 can hold"),
         ({"activation_situ_beta": 0.0}, "activation_situ_beta: found 0.0, must be positive"),
         ({"first_k_dense_replace": -1}, "first_k_dense_replace: found -1, must be 0 or more"),
         ({"num_expert_group": 12, "topk_group": 4}, "must leave two or more of num_experts=12 in a group"),

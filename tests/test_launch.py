@@ -106,7 +106,7 @@ def test_arguments_and_working_directory_reach_the_job(tree):
     tree.python("python3", "3.11.4")
     assert tree.run("a=1", "b c") == f"job {tree.elsewhere}|{tree.root}/launch/quickstart.py|a=1|b c"
     assert tree.run("-k", "x y", script="launch/test.sh") == f"job {tree.root}|-m|pytest|-k|x y"
-    assert tree.run(script=".ci/run") == f"job {tree.root}|-m|pytest"
+    assert tree.run(script=".ci/run") == f"job {tree.root}|-m|pytest|-m|slow or not slow"
     assert tree.calls() == ["venv python3", *INSTALLED]
 
 

@@ -12,7 +12,7 @@ import pytest
 import k3jax
 from k3jax.cache import cache_shardings
 from k3jax.config import VisionConfig
-from k3jax.nn.model import init_variables
+from k3jax.nn.model import init_variables, model_shardings
 from k3jax.ops.loss import cross_entropy
 from k3jax.run_config import DataConfig, MeshConfig, RunConfig, TrainConfig
 from k3jax.serve.generate import generate_tokens
@@ -247,7 +247,7 @@ def test_sizes_that_the_mesh_does_not_divide(tiny, size):
         "decode": lambda: jax.eval_shape(net.apply, variables, tokens[:, :1], cache=k3jax.init_cache(cfg, 4, 8)),
         "init": lambda: jax.eval_shape(lambda: init_variables(net, jax.random.key(0))),
         "train": lambda: training.abstract_state(config, mesh),
-        "load": lambda: k3jax.sharding.model_shardings(cfg, mesh),
+        "load": lambda: model_shardings(cfg, mesh),
     }
     if size == "heads":
         entrances["init_cache"] = lambda: k3jax.init_cache(cfg, 4, 8)

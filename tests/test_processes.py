@@ -3,6 +3,7 @@
 import contextlib
 import json
 import os
+import socket
 import subprocess
 import sys
 import time
@@ -203,6 +204,36 @@ def test_the_failure_of_one_ends_all_with_its_message(launcher, tmp_path, failur
     seconds = time.time() - float((tmp_path / "when").read_text())
     assert run.returncode == code and run.stderr == f"{message}\n", run.stderr[-2000:]
     assert seconds < 10
+
+
+LINES = {
+    "train.learning_rate=0.002": "train.learning_rate: 0.01 in process 0, 0.002 in process 1; all processes need the same settings",
+    "data.batch_size=16 model.moe_renormalize=False": (
+        "model.moe_renormalize: True in process 0, False in process 1 (and 1 more); all processes need the same settings"
+    ),
+    "data.batch_size=3": "data.batch_size=3: must be a multiple of mesh.data*mesh.fsdp*mesh.expert*train.grad_accum=4",
+    "resume=nowhere": "resume: None in process 0, nowhere in process 1; all processes need the same settings",
+}
+
+
+@pytest.mark.parametrize("override", LINES)
+def test_what_only_one_process_was_given_is_told_by_both(launcher, override):
+    with socket.socket() as probe:
+        probe.bind(("localhost", 0))
+        port = probe.getsockname()[1]
+    started = time.monotonic()
+    both = []
+    for index in (0, 1):
+        command = [sys.executable, "-m", "k3jax", "train", f"--config={launcher.file()}", f"--out={launcher.folder}/unlike"]
+        command += [f"processes.{key}" for key in (f"coordinator=localhost:{port}", "count=2", f"index={index}")]
+        command += override.split() if index else []
+        both.append(subprocess.Popen(command, env=launcher.env, stderr=subprocess.PIPE, text=True, cwd=launcher.folder))
+    said = [process.communicate(timeout=100)[1] for process in both]
+    line, whose = LINES[override], "process 1: " if "must be" in LINES[override] else ""
+    assert said == [f"error: {whose}{line}\n", f"error: {line}\n"]
+    assert [process.returncode for process in both] == [2, 2]
+    assert time.monotonic() - started < 60  # of which most is Python's and JAX's start
+    assert not (launcher.folder / "unlike").exists()
 
 
 def test_a_mistake_of_all_is_told_once(launcher):

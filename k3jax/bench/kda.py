@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Mapping
 from functools import partial
 from itertools import product
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -22,9 +22,6 @@ from jax import lax
 from k3jax.bench.timing import interleaved, machine, progress, table
 from k3jax.ops import kda, kda_gate, kda_tokamax
 from k3jax.ops.kda_tiles import CHUNK, TILE
-
-if TYPE_CHECKING:
-    from k3jax.cli.bench import BenchKda
 
 BOUND = -5.0
 FORWARD, BOTH = "forward", "forward + backward"
@@ -90,7 +87,7 @@ def chunked_flops(B: int, T: int, H: int, K: int, V: int) -> int:
     return B * H * -(-T // CHUNK) * flops
 
 
-def run(options: BenchKda) -> dict[str, Any]:
+def run(options) -> dict[str, Any]:
     """Compares the implementations as the command's options say; what `text` prints, fit for JSON.
 
     Example:
@@ -214,7 +211,7 @@ def _compile(function: Callable, inputs) -> tuple[dict[str, Any], Callable | Non
     return row, partial(program, *inputs)
 
 
-def _decode(options: BenchKda) -> dict[str, Any]:
+def _decode(options) -> dict[str, Any]:
     """A step of one token on a donated state, beside two ways to move such a state."""
     (_, state), *tokens = _draw(options.dtype, options.decode_batch, 1, *DECODE)
 

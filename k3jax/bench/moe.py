@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -17,9 +17,6 @@ import numpy as np
 from k3jax.bench.timing import interleaved, machine, progress, table
 from k3jax.ops.experts import IMPLS, Activation, Unit, apply_experts, experts_reference
 from k3jax.ops.router import route
-
-if TYPE_CHECKING:
-    from k3jax.cli.bench import BenchMoe
 
 UNIT = Unit(Activation("situ"))
 TOLERANCE = 1e-4
@@ -56,7 +53,7 @@ def _products(weights, rows, w1, w3, w2):
     return jnp.sum(jnp.einsum("ecf,elf->ecl", hidden, w2) * weights)
 
 
-def run(options: BenchMoe) -> dict[str, Any]:
+def run(options) -> dict[str, Any]:
     """Compares forward + backward as the command's options say; what `text` prints, fit for JSON.
 
     Example:

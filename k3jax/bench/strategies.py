@@ -10,8 +10,8 @@ from typing import Any
 
 import jax
 
-from k3jax.bench.hlo import SENT, collectives
 from k3jax.bench.timing import interleaved, machine, progress, table
+from k3jax.plan.hlo import SENT, collectives
 from k3jax.run_config import MeshConfig, RunConfig
 from k3jax.sharding import make_mesh
 from k3jax.train import step as training

@@ -12,20 +12,22 @@ import io
 import os
 import re
 import sys
+import traceback
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Annotated, Literal
+from typing import Annotated, Literal, NoReturn
 
 import tyro
 from tyro.conf import Positional, subcommand
 
+from k3jax import runtime
 from k3jax.cli.bench import Bench, BenchStep, BenchStrategies
 from k3jax.cli.convert import Convert, Inspect
 from k3jax.cli.options import at_least, check, tidied
 from k3jax.cli.plan import Plan
+from k3jax.config import shown
 from k3jax.paths import check_kind
-from k3jax.runtime import show_what_can_be_shown
-from k3jax.values import FLAGS, AnyText, PathText, Seed, shown
+from k3jax.values import FLAGS, AnyText, PathText, Seed
 
 
 @dataclass(frozen=True)
@@ -40,18 +42,26 @@ class Train:
     """Python file that defines `config`, a k3jax.run_config.RunConfig."""
 
     def run(self, overrides: Sequence[str]) -> None:
-        from k3jax import run_config, runtime
+        from k3jax import run_config
 
         config = run_config.apply_overrides(run_config.load_config(self.config), overrides)
-        config.validate()
-        if config.resume is not None:
-            check_kind(config.resume)
-        runtime.setup(config.cpu_devices, config.processes)
+        mistake = None
+        try:
+            config.validate()
+            if config.resume is not None:
+                check_kind(config.resume)
+        except ValueError as error:
+            config.processes.validate()
+            if not config.processes.coordinator:
+                raise
+            mistake = error  # which the other processes, which may not have made it, are told
+        runtime.setup(0 if mistake else config.cpu_devices, config.processes)
         import jax
 
         from k3jax.train import loop
 
         with runtime.ending_together():
+            runtime.agree(runtime.versions() | config.settings() | {"config": runtime.digest(self.config)}, mistake)
             loop.train(config.on(jax.device_count()))
 
 
@@ -91,8 +101,6 @@ class Generate:
         )
         for path in (self.checkpoint, *self.image):
             check_kind(path)
-        from k3jax import runtime
-
         runtime.setup()
         from k3jax.serve import generate
 
@@ -122,7 +130,6 @@ Command = (
     | Annotated[Inspect, subcommand("inspect")]
 )
 _NAMES = ("train", "generate", "convert", "plan", "bench", "inspect")
-_OFTEN = ("image", "allow-nonfinite")  # the options that may be given more than once
 _PROG = "python -m k3jax"
 
 
@@ -133,7 +140,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         >>> main(["train", "--config", "configs/quickstart.py", "train.steps=50"])
         0
     """
-    show_what_can_be_shown()
+    runtime.show_what_can_be_shown()
     try:
         command, rest = _parse(list(sys.argv[1:] if argv is None else argv))
         if command is not None:
@@ -154,13 +161,23 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
 
 
+def command() -> NoReturn:
+    """`main` as a program: once it has said what failed, it ends."""
+    try:
+        code = main()
+    except Exception:
+        traceback.print_exc()
+        code = 1
+    runtime.end(code)
+
+
 def _parse(argv: list[str]):
     """The command and the arguments of its `run`; a help text prints itself and gives no command."""
     if argv and not argv[0].startswith("-") and argv[0] not in _NAMES:
         close = difflib.get_close_matches(argv[0], _NAMES, n=1)
         hint = f"did you mean {close[0]}?" if close else f"must be one of {', '.join(_NAMES)}"
         raise ValueError(f"{shown(argv[0])}: no such command; {hint}")
-    argv = tidied(argv, Command, _OFTEN)
+    argv = tidied(argv, Command)
     complaint = io.StringIO()
     try:
         with contextlib.redirect_stderr(complaint):

@@ -55,6 +55,7 @@ class Import:
 
         options = {"experts": self.experts, "layers": self.layers, "memory": int(self.memory_gib * 2**30)}
         with runtime.ending_together():
+            runtime.agree(runtime.versions() | {"layers": self.layers, "experts": self.experts})
             convert.import_checkpoint(self.source, self.destination, allow_nonfinite=self.allow_nonfinite, **options)
 
 

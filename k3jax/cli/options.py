@@ -8,7 +8,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import is_dataclass
 from pathlib import Path
 
-from k3jax.values import shown, truth
+from k3jax.config import shown
+from k3jax.values import truth
 
 Option = tuple[str, object, bool, str]
 MOST_ROUNDS = 10_000  # of a measurement
@@ -52,18 +53,18 @@ def in_memory(name: str, value: int, needed: int) -> Option:
     return name, value, needed <= there, right
 
 
-def tidied(arguments: Sequence[str], commands: object, often: Sequence[str]) -> list[str]:
+def tidied(arguments: Sequence[str], commands: object) -> list[str]:
     """The command line with `--flag=false`, `--flag on` and the like as `--no-flag` and `--flag`.
 
-    Args:
-        commands: classes whose fields of type bool are such flags, as a union or a class with one for a field.
-        often: names of options that may be given more than once.
+    `commands`: the classes of all commands, as a union; their fields of type bool are such flags.
 
     Raises:
-        ValueError: an option given twice, or a flag whose value is neither true nor false.
+        ValueError: an option given twice that is no list, or a flag whose value is neither true nor false.
     """
-    flags, given, tidy = set(_flags(commands)), set(), []
-    rest = list(reversed(arguments))
+    named = list(_options(commands))
+    flags = {name for name, hint in named if hint is bool}
+    lists = {name for name, hint in named if typing.get_origin(hint) is tuple}
+    given, tidy, rest = set(), [], list(reversed(arguments))
     while rest:
         token = rest.pop()
         name, equals, value = token.partition("=")
@@ -72,7 +73,7 @@ def tidied(arguments: Sequence[str], commands: object, often: Sequence[str]) -> 
             continue
         name = name.removeprefix("--").replace("_", "-")
         on = name.removeprefix("no-") if name.removeprefix("no-") in flags else name
-        if on in given and on not in often:
+        if on in given and on not in lists:
             raise ValueError(f"--{on}: given twice")
         given.add(on)
         if name in flags and equals:
@@ -84,14 +85,13 @@ def tidied(arguments: Sequence[str], commands: object, often: Sequence[str]) -> 
     return tidy
 
 
-def _flags(kind: object) -> Iterator[str]:
-    """Names of all fields of type bool in classes of commands."""
+def _options(kind: object) -> Iterator[tuple[str, object]]:
+    """(name, type) of every field of the classes of commands."""
     for inner in typing.get_args(kind):
-        yield from _flags(inner)
+        yield from _options(inner)
     for name, hint in typing.get_type_hints(kind).items() if isinstance(kind, type) and is_dataclass(kind) else ():
-        if hint is bool:
-            yield name.replace("_", "-")
-        yield from _flags(hint)
+        yield name.replace("_", "-"), hint
+        yield from _options(hint)
 
 
 def _is_truth(text: str) -> bool:

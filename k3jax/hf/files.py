@@ -21,6 +21,7 @@ import numpy as np
 from k3jax import strict_json
 from k3jax.config import ModelConfig
 from k3jax.hf.names import DTYPES, table
+from k3jax.paths import check_kind, expand
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
@@ -143,7 +144,7 @@ def open_checkpoint(path: str | Path, wanted: Container[str] | None = None) -> C
     Shards that hold none of the `wanted` tensors are left alone; None wants all. Raises `CheckpointError` if neither can be
     read; what is wrong with shards is collected in `problems`.
     """
-    path = Path(path)
+    path = Path(expand(path))
     index = _read_index(path)
     weight_map = dict(index["weight_map"]) if index else {}
     if wanted is not None:
@@ -287,6 +288,7 @@ def _entry(name: str, entry: object) -> tuple[Header, int, int]:
 def _read_index(path: Path) -> dict:
     """Content of the index, or {} for a folder with a single shard and no index."""
     file = path / INDEX
+    check_kind(file)
     try:
         index = strict_json.loads(file.read_bytes())
     except FileNotFoundError:

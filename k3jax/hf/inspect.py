@@ -11,6 +11,7 @@ from typing import NamedTuple
 from k3jax.config import MX_BLOCK, ModelConfig
 from k3jax.hf.files import INDEX, SINGLE, Header, check, describe, open_checkpoint
 from k3jax.hf.names import table
+from k3jax.paths import expand
 
 STRANGE = "not of this model"
 
@@ -63,7 +64,7 @@ def report(path: str | Path) -> Report:
         >>> report("checkpoint").problems
         {}
     """
-    path = Path(path)
+    path = Path(expand(path))
     cfg = ModelConfig.from_hf(path)
     leaf_of = {name: leaf for leaf in table(cfg) for r in range(leaf.repeats) for name in leaf.names(r)}
     notes, problems, found = [], {}, {}

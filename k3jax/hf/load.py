@@ -19,6 +19,7 @@ from k3jax.hf.files import Checkpoint, CheckpointError, check, describe, open_ch
 from k3jax.hf.finite import not_finite
 from k3jax.hf.names import DTYPES, Leaf, table
 from k3jax.hf.pieces import PIECE_BYTES, Box, Pieced, boxes, piece_shape, sizes, spans
+from k3jax.nn.model import model_shardings
 from k3jax.ops import mx
 
 
@@ -38,7 +39,7 @@ def load_hf(
     [repeats, E, out, in/2] and `*_scale` [repeats, E, out, in/32]. `cfg` defaults to the folder's
     `config.json`.
 
-    With a `mesh`, leaves are placed as `k3jax.sharding.model_shardings` says: each device's shard is read from its
+    With a `mesh`, leaves are placed as `k3jax.nn.model.model_shardings` says: each device's shard is read from its
     own byte ranges of the files, in every process for its own devices, and no leaf is whole in memory.
 
     Names, shapes, types and shards are checked before any data is read. Raises `CheckpointError` naming what
@@ -60,8 +61,6 @@ def load_hf(
     if mesh is None:
         whole = lambda leaf: tuple(slice(0, size) for size in leaf.shape)  # noqa: E731
         return unflatten_dict({path: jax.device_put(leaf.read(whole(leaf))) for path, leaf in leaves.items()})
-    from k3jax.sharding import model_shardings
-
     shardings = flatten_dict(model_shardings(cfg, mesh, experts=experts))
     replicated = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
     return unflatten_dict({path: _placed(leaf, shardings.get(path, replicated)) for path, leaf in leaves.items()})

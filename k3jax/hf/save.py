@@ -19,7 +19,9 @@ from k3jax.hf.names import DTYPES, Leaf, table, tree_shapes
 from k3jax.hf.pieces import PIECE_BYTES, Box, Pieced, piece_shape, sizes, spans
 from k3jax.hf.shards import ShardWriter, split
 from k3jax.hf.stream import MEMORY, Job, run
+from k3jax.lock import locked
 from k3jax.ops import mx
+from k3jax.paths import expand
 
 SHARD_BYTES = 5 * 10**9
 
@@ -65,7 +67,7 @@ def write_released(
 
     With an `identity` of the source, what was written before an error or a kill is kept, and the same call goes on.
     """
-    destination = Path(checkpoint_dir).absolute()
+    destination = Path(expand(checkpoint_dir)).absolute()
     if max_shard_size < 1:
         raise ValueError(f"max_shard_size: found {max_shard_size}, must be a positive number of bytes")
     stored = table(cfg)
@@ -75,7 +77,15 @@ def write_released(
     _refuse(_weight_map_problems(stored, weight_map), "weight_map")
     if identity is not None:
         identity = f"{identity} {max_shard_size} {scale_rule}"
-    writer = ShardWriter(destination, cfg, stored, weight_map, identity)
+    if destination.exists() and not destination.is_dir():
+        raise CheckpointError(f"{destination}: already exists; choose a new or empty folder")
+    with locked(destination):
+        _write(ShardWriter(destination, cfg, stored, weight_map, identity), stored, leaves, scale_rule, memory)
+
+
+def _write(
+    writer: ShardWriter, stored: list[Leaf], leaves: Mapping[tuple[str, ...], Pieced], scale_rule: str, memory: int
+) -> None:
     try:
         writer.begin()
         jobs = _jobs(stored, leaves, writer, scale_rule)
@@ -83,14 +93,14 @@ def write_released(
         writer.commit()
     except BaseException as error:
         kept = "the same command goes on from what was written"
-        if identity is None:
+        if not writer.resumable:
             writer.abandon()
             kept = "nothing was kept"
         else:
             writer.close()
         if isinstance(error, OSError):
             raise CheckpointError(
-                f"{destination}: writing failed ({error.strerror or error}); {writer.total} bytes of disk are needed; {kept}"
+                f"{writer.destination}: writing failed ({error.strerror or error}); {writer.total} bytes of disk are needed; {kept}"
             ) from error
         raise
 

@@ -12,6 +12,7 @@ from pathlib import Path
 from k3jax.config import ModelConfig
 from k3jax.hf.files import INDEX, CheckpointError
 from k3jax.hf.names import DTYPES, Leaf
+from k3jax.lock import LOCK
 
 UNFINISHED = ".unfinished"  # suffix of files until all of them are whole
 JOURNAL = "export.unfinished"
@@ -43,7 +44,7 @@ class ShardWriter:
         self._names = [*self._shards, *self._texts]
         self._files: dict[str, int] = {}
         self._journal = None
-        self._new_folder = not destination.exists()
+        self.resumable = identity is not None
         self.finished: set[str] = set()
         self._resumed = self._look()
 
@@ -107,8 +108,6 @@ class ShardWriter:
         self.close()
         for name in self._names:
             self._path(name).unlink(missing_ok=True)
-        if self._new_folder:
-            self.destination.rmdir()
 
     def close(self) -> None:
         for descriptor in self._files.values():
@@ -126,10 +125,11 @@ class ShardWriter:
         folder = self.destination
         if not folder.exists():
             return False
-        found = {entry.name for entry in folder.iterdir()} if folder.is_dir() else {""}
+        found = {entry.name for entry in folder.iterdir()} - {LOCK}
         first, *finished = [None]
         if JOURNAL in found:  # a last line without an end was cut short
-            first, *finished = (folder / JOURNAL).read_text().split("\n")[:-1] or [None]
+            text = (folder / JOURNAL).read_bytes().decode(errors="replace")
+            first, *finished = text.split("\n")[:-1] or [None]
         if first is None and all(name.endswith(UNFINISHED) for name in found):
             return False
         if first is None or not found <= {JOURNAL, *self._names, *(self._path(name).name for name in self._names)}:
@@ -138,6 +138,12 @@ class ShardWriter:
             raise CheckpointError(
                 f"{folder}: holds the beginning of another export; remove it, or choose another folder"
             )
+        places = {shard: folder / shard if shard in found else self._path(shard) for shard in self._shards}
+        for shard, path in places.items() if finished else ():
+            if path.name not in found or path.stat().st_size != self._shards[shard][2]:
+                if any(name in found for name in self._shards):
+                    raise CheckpointError(f"{path}: missing or cut short; remove the folder, and export again")
+                return False  # what was written into it is lost: all is done again
         self.finished = set(finished)
         return True
 

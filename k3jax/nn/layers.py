@@ -26,7 +26,8 @@ class Policy(NamedTuple):
         experts: "dequantized" (weights as they are), "qat" (fake-quantised to MXFP4 as they are used, and every other
             weight rounded to the bfloat16 it is released in, both straight-through) or "packed" (MXFP4 in memory).
         mxfp8_inputs: what meets an expert's weights passes through MXFP8.
-        kda_impl: `impl` of `k3jax.ops.kda`.
+        kda_impl: `impl` of `k3jax.ops.kda`. With "scan", its reference, JAX differentiates the rest of the model as it is
+            written too: on one device in forward mode as in reverse, for more memory and time.
         expert_impl: `impl` of `k3jax.ops.experts.apply_experts`.
         capacity_drop: experts leave out what exceeds the first round's room; `RouterStats.dropped` counts it.
     """
@@ -38,6 +39,11 @@ class Policy(NamedTuple):
     kda_impl: str = "auto"
     expert_impl: str = "auto"
     capacity_drop: bool = False
+
+    @property
+    def forward_mode(self) -> bool:
+        """Whether no derivative is by hand, for those know reverse mode alone."""
+        return self.kda_impl == "scan"
 
 
 def declare(module: nn.Module, name: str, init, shape, axes, dtype) -> Array:

@@ -12,6 +12,7 @@ from jax import Array, lax
 
 from k3jax.cache import Cache, check_cache, with_rows, written
 from k3jax.config import LayerKind, ModelConfig
+from k3jax.derivative import by_hand
 from k3jax.nn.layers import DenseFFN, Policy, embed, project, rms_norm, weight
 from k3jax.nn.mixers import KimiDeltaAttention, LatentAttention
 from k3jax.nn.moe import LatentMoE, expert_stacks
@@ -19,7 +20,7 @@ from k3jax.nn.vision import Projector, VisionTower, place_images
 from k3jax.ops.attnres import attnres_mix, keep_depth, read_depth
 from k3jax.ops.ids import in_range, refuse_unknown
 from k3jax.rules import multiple
-from k3jax.sharding import along, constrain, current_mesh, filled, ways
+from k3jax.sharding import along, constrain, current_mesh, filled, tree_shardings, ways
 from k3jax.vision.batch import Images, enlarged, pack, prepare
 
 
@@ -46,7 +47,7 @@ class Depth(NamedTuple):
     slot. `tape`: see `read_depth`."""
 
     sources: Array
-    tape: Array
+    tape: Array | None
     count: Array
 
 
@@ -139,7 +140,7 @@ def recomputed(layer: Layer):
         d_params, d_sources = lax.optimization_barrier(pull(d_sources))
         return {name: d_params if name == "params" else None for name in variables}, Depth(d_sources, values, None), None, None
 
-    function = jax.custom_vjp(forward)
+    function = by_hand(forward)
     function.defvjp(keep, backward)
     return function
 
@@ -157,13 +158,17 @@ class Unit(nn.Module):
         """The carry is the residual state and the caches of all repeats; `at`, which repeat this is and its first layer."""
         (depth, cache), (repeat, first_layer) = carry, at
         new_cache, stats = {}, {}
+        remat = self.remat and cache is None and not self.is_initializing()
+        layer_type = Layer
+        if remat and self.policy.forward_mode:
+            layer_type, remat = nn.remat(Layer, prevent_cse=False), False
         for j, kind in enumerate(self.kinds):
             index = first_layer + j
             starts = index % (self.cfg.attn_res_block_size or 1) == 0
             name = f"layer_{j}"
             own = inputs | {"repeat": repeat, "experts": (inputs["experts"] or {}).get(name)}
-            layer = Layer(self.cfg, self.policy, kind, name=name)
-            if self.remat and cache is None and not self.is_initializing():
+            layer = layer_type(self.cfg, self.policy, kind, name=name)
+            if remat:
                 new_cache[name] = None
                 depth, layer_stats = recomputed(layer.clone(parent=None, name=None))(layer.variables, depth, starts, own)
             else:
@@ -308,7 +313,8 @@ class K3(nn.Module):
             x = place_images(x, features, tokens, images, cfg.vision.media_placeholder_token_id)
         sources = jnp.zeros((cfg.num_attn_res_blocks + 1, *x.shape), x.dtype).at[0].set(x)
         place = lambda x: constrain(x, None, "batch", seq, None)  # noqa: E731
-        depth = Depth(place(sources), place(jnp.zeros_like(sources)), jnp.zeros((), jnp.int32))
+        tape = None if self.policy.forward_mode else place(jnp.zeros_like(sources))
+        depth = Depth(place(sources), tape, jnp.zeros((), jnp.int32))
         layers, router, first = {}, {}, 0
         for s, (unit, repeats) in enumerate(cfg.segments):
             name = f"segment_{s}"
@@ -362,3 +368,8 @@ def init_variables(model: K3, key: Array):
     images = vision and pack(vision, [[]] * len(tokens), room=vision.cell * ways("seq", mesh))
     variables = model.init(key, tokens, pixel_values=images)
     return {name: variables[name] for name in ("params", "router") if name in variables}
+
+
+def model_shardings(cfg: ModelConfig, mesh, experts: str = "dequantized"):
+    """NamedShardings of a model's variables, in a tree like what `load_hf` returns."""
+    return tree_shardings(jax.eval_shape(lambda: init_variables(K3(cfg, experts=experts), jax.random.key(0))), mesh)

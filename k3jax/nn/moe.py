@@ -23,8 +23,8 @@ from k3jax.sharding import along, constrain, gathered, mesh_axes, on_shards
 @flax.struct.dataclass
 class RouterStats:
     """What one forward pass tells of a router: `load` int32 [E], tokens each expert was chosen by, `histogram` int32
-    [E,1000] for Quantile Balancing, and `dropped` int32, how many (token, expert) pairs were left out (0 unless
-    `capacity_drop`). Global over the mesh; padding is not counted."""
+    [E,1000] for Quantile Balancing, and `dropped` float32, how many (token, expert) pairs were left out (0 unless
+    `capacity_drop`; they may be more than int32 holds). Global over the mesh; padding is not counted."""
 
     load: Array
     histogram: Array
@@ -143,6 +143,7 @@ def _routed_local(cfg, policy, expert_axes, token_axes, x, z, valid, gate, bias,
         renormalize=cfg.moe_renormalize,
         scaling=cfg.routed_scaling_factor,
     )
+    plain = policy.forward_mode and policy.expert_impl == "auto" and not expert_axes
     y, dropped = apply_experts(
         z.reshape(B * T, -1),
         routing.weights,
@@ -152,13 +153,13 @@ def _routed_local(cfg, policy, expert_axes, token_axes, x, z, valid, gate, bias,
         Unit(activation(cfg), policy.mxfp8_inputs),
         expert_axes,
         tuple(dict.fromkeys(token_axes + expert_axes)),
-        policy.expert_impl,
+        "plain" if plain else policy.expert_impl,
         policy.capacity_drop,
     )
     stats = RouterStats(
         expert_load(routing.indices, cfg.num_experts, flat),
         quantile_histogram(lax.stop_gradient(scores), routing.cutoff, bias, flat),
-        dropped,
+        dropped.astype(jnp.float32),
     )
     if token_axes:
         stats = lax.psum(stats, token_axes)

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
+from k3jax.derivative import by_hand
 from k3jax.ops.kda import accumulator
 
 
@@ -35,10 +36,9 @@ def attnres_mix(sources: Array, count: Array, query: Array, norm: Array, eps: fl
     return jnp.einsum("nbt,nbtd->btd", weights, v).astype(sources.dtype)
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(5,))
 def read_depth(
-    sources: Array, tape: Array, count: Array, query: Array, norm: Array, eps: float
-) -> tuple[Array, Array, Array]:
+    sources: Array, tape: Array | None, count: Array, query: Array, norm: Array, eps: float
+) -> tuple[Array, Array, Array | None]:
     """`attnres_mix(sources, count, query, norm, eps)`, sources and tape, keeping for the backward pass no more of the
     sources than the running sum, as a plain residual would.
 
@@ -46,10 +46,18 @@ def read_depth(
     sums. `keep_depth` stands there and sends them back as the "gradient" of `tape`, an array of zeros like the sources that
     passes through all reads; each read puts its running sum in. Every result must be used further on in this order.
 
+    Without a tape JAX differentiates `attnres_mix` as it is, in forward mode too, and keeps what each read saw.
+
     Example:
         >>> h, sources, tape = read_depth(sources, tape, count, query, norm, 1e-5)
         >>> sources = keep_depth(sources, tape)   # after the last read
     """
+    read = _read.plain if tape is None else _read
+    return read(sources, tape, count, query, norm, eps)
+
+
+@partial(by_hand, nondiff_argnums=(5,))
+def _read(sources, tape, count, query, norm, eps):
     return attnres_mix(sources, count, query, norm, eps), sources, tape
 
 
@@ -112,13 +120,17 @@ def _slot(sources: Array, j: Array, dtype) -> Array:
     return lax.dynamic_index_in_dim(sources, j, 0, keepdims=False).astype(dtype)
 
 
-read_depth.defvjp(_read_forward, _read_backward)
+_read.defvjp(_read_forward, _read_backward)
 
 
-@jax.custom_vjp
-def keep_depth(sources: Array, tape: Array) -> Array:
+def keep_depth(sources: Array, tape: Array | None) -> Array:
     """The sources, which the backward pass hands to every `read_depth` before."""
+    return sources if tape is None else _keep(sources, tape)
+
+
+@by_hand
+def _keep(sources, tape):
     return sources
 
 
-keep_depth.defvjp(lambda sources, tape: (sources, sources), lambda sources, d: (d, sources))
+_keep.defvjp(lambda sources, tape: (sources, sources), lambda sources, d: (d, sources))

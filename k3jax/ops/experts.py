@@ -9,10 +9,11 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
+from k3jax.derivative import by_hand
 from k3jax.ops import exchange, grouped, mx
 from k3jax.ops.kda import accumulator
 
-IMPLS = ("auto", "fixed", "ragged")
+IMPLS = ("auto", "fixed", "ragged", "plain")
 Experts = tuple[Array, Array, Array]  # w1 (gate), w3 (up) [E,F,L], w2 (down) [E,L,F]
 
 
@@ -92,7 +93,7 @@ def apply_experts(
         axes: mesh axes over which the experts are split in R parts (inside `shard_map`); none on one device.
         all_axes: every mesh axis of more than one device, so that all agree on the number of rounds.
         impl: "fixed" (`all_to_all` of fixed sizes, products in blocks), "ragged" (`ragged_all_to_all`, `ragged_dot`),
-            or "auto".
+            "plain" (`ragged_dot` on one device, in forward mode too), or "auto".
         drop: leave out what is beyond the first round. On one device there are no rounds, and nothing is left out.
 
     Returns:
@@ -105,8 +106,11 @@ def apply_experts(
         impl = fastest(jax.default_backend())
     if impl not in IMPLS:
         raise ValueError(f"impl: found {impl!r}, must be one of {', '.join(IMPLS)}")
-    local = partial(grouped.blocks if impl == "fixed" else grouped.ragged_dots, unit)
     ways = lax.axis_size(axes) if axes else 1
+    if impl == "plain" and ways > 1:
+        raise ValueError(f"impl: found 'plain' for experts on {ways} devices, must be fixed or ragged")
+    forms = {"fixed": grouped.blocks, "ragged": grouped.ragged_dots, "plain": grouped.plain}
+    local = partial(forms[impl], unit)
     pairs = grouped.sort_pairs(indices, valid, ways * experts[0].shape[0])
     none = jnp.zeros((), jnp.int32)
     if ways == 1:
@@ -122,7 +126,7 @@ def apply_experts(
     return y, none
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
+@partial(by_hand, nondiff_argnums=(0, 1, 2))
 def _further(run, first, size, inputs, pairs, needed):
     """The sum of a run's rounds from row `first` to `needed`: as many as there are, also in the backward pass."""
 

@@ -1,8 +1,8 @@
 """Experts of one device: each token through the experts chosen for it, as matrix products grouped by expert.
 
-Two forms of one function. `blocks` loops over experts and blocks of their rows: it multiplies hardly any empty row, what a
-block works on stays in a processor's caches, and of all rows only the hidden units are kept. `ragged_dots` leaves the
-grouping to `lax.ragged_dot`.
+Three forms of one function. `blocks` loops over experts and blocks of their rows: it multiplies hardly any empty row, what
+a block works on stays in a processor's caches, and of all rows only the hidden units are kept. `ragged_dots` leaves the
+grouping to `lax.ragged_dot`, and `plain` the derivatives to JAX as well.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
+from k3jax.derivative import by_hand
 from k3jax.ops import packed
 from k3jax.ops.kda import accumulator
 from k3jax.ops.packed import Packed
@@ -71,7 +72,7 @@ def _sorted_by(group: Array, groups: int) -> Array:
 # ---- a loop over blocks ------------------------------------------------------------------------------------
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(0,))
+@partial(by_hand, nondiff_argnums=(0,))
 def blocks(unit: Callable[[Array, Array], Array], x: Array, weights: Array, experts, pairs: Pairs) -> Array:
     """y_i = sum_j weights_ij w2 unit(w1 x_i, w3 x_i) with the matrices of the j-th expert of token i.
 
@@ -195,6 +196,15 @@ _GROUPED = lax.RaggedDotDimensionNumbers((((1,), (2,)), ((), ())), lhs_ragged_di
 
 def ragged_dots(unit: Callable[[Array, Array], Array], x: Array, weights: Array, experts, pairs: Pairs) -> Array:
     """As `blocks`."""
+    return _ragged(to_rows, to_tokens, unit, x, weights, experts, pairs)
+
+
+def plain(unit: Callable[[Array, Array], Array], x: Array, weights: Array, experts, pairs: Pairs) -> Array:
+    """As `ragged_dots`, in forward mode too: its gradient scatters rows."""
+    return _ragged(to_rows.plain, to_tokens.plain, unit, x, weights, experts, pairs)
+
+
+def _ragged(to_rows, to_tokens, unit, x, weights, experts, pairs):
     pair, slot = pairs.in_order(), pairs.slots(weights.shape)
 
     def product(rows, w):
@@ -214,13 +224,13 @@ def ragged_dots(unit: Callable[[Array, Array], Array], x: Array, weights: Array,
 # ---- moving rows: each is the other's derivative, so that none scatters ------------------------------------
 
 
-@jax.custom_vjp
+@by_hand
 def to_rows(x: Array, pair: Array, slot: Array) -> Array:
     """Row m is token pair_m // k, or zeros. x [n,L], pair [m] (n k: none), slot [n,k], where each pair went (m: nowhere)."""
     return jnp.take(x, pair // slot.shape[1], axis=0, mode="fill", fill_value=0)
 
 
-@jax.custom_vjp
+@by_hand
 def to_tokens(rows: Array, weights: Array, pair: Array, slot: Array) -> Array:
     """y_i = sum_j weights_ij rows_(slot_ij): [m,L] and [n,k] to [n,L], in the rows' dtype."""
     return sum_slots(rows, slot, weights.astype(rows.dtype))

@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
+from k3jax.derivative import reverse_only
 from k3jax.ops import kda_tokamax
 from k3jax.ops.kda_chunked import Slots, chunked, whole_groups
 from k3jax.ops.kda_tiles import CHUNK, TILE, Segments
@@ -106,12 +107,13 @@ def kda(
     Raises:
         ValueError: shapes or dtypes that do not fit, an unknown `impl`, `segment_ids` that decrease (seen unless
             traced); each named.
+        TypeError: forward-mode differentiation of any `impl` but "scan".
 
     Example:
         >>> o, state = kda(q, k, v, kda_gate(z, A_log, dt_bias, -5.0), beta, gate_lower_bound=-5.0)
     """
     _check(q, k, v, g, beta, initial_state, segment_ids, impl)
-    out_dtype, dtype = v.dtype, accumulator(v.dtype)
+    dtype = accumulator(v.dtype)
     g, beta = g.astype(dtype), beta.astype(dtype)
     if initial_state is not None:
         initial_state = initial_state.astype(dtype)
@@ -125,6 +127,8 @@ def kda(
         beta = jnp.where(valid[:, :, None], beta, 0)
 
     tokens = (q, k, v, g, beta, initial_state)
+    if impl != "scan":
+        tokens = reverse_only(tokens)
     if impl == "auto":
         o, state = _auto(gate_lower_bound, tokens, segment_ids)
     else:
@@ -132,7 +136,7 @@ def kda(
     if segment_ids is not None:
         o = jnp.where(valid[:, :, None, None], o, 0)
         state = None if initial_state is None else state
-    return o.astype(out_dtype), state
+    return o, state
 
 
 def fastest(backend: str, T: int, K: int, V: int, gradients: bool, tokamax: bool) -> str:
@@ -242,6 +246,13 @@ def _check(q, k, v, g, beta, initial_state, segment_ids, impl) -> None:
 
 
 def _run(impl: str, gate_lower_bound: float | None, tokens, segment_ids: Array | None):
+    """By any form, o in v's dtype and the state in g's: what gradients are taken of may be another form than what is not."""
+    o, state = _form(impl, gate_lower_bound, tokens, segment_ids)
+    _, _, v, g, _, _ = tokens
+    return o.astype(v.dtype), state.astype(g.dtype)
+
+
+def _form(impl: str, gate_lower_bound: float | None, tokens, segment_ids: Array | None):
     q, k, v, g, beta, state = tokens
     if impl == "tokamax":
         return kda_tokamax.kda(q, k, v, g, beta, state, segment_ids)

@@ -1,4 +1,7 @@
-"""Which experts a token goes to, and Quantile Balancing of the router's bias (report Eq. 11, 13-14)."""
+"""Which experts a token goes to, and Quantile Balancing of the router's bias (report Eq. 11, 13-14).
+
+Counts are int32 and exact for up to 2^31 - 1 tokens, those of a whole step over all micro-batches and devices.
+"""
 
 from __future__ import annotations
 
@@ -86,7 +89,7 @@ def quantile_bias(scores: Array, cutoff: Array, k: int, valid: Array | None = No
     valid = jnp.ones(n, bool) if valid is None else valid
     margin = jnp.where(valid[:, None], scores - cutoff[:, None], -jnp.inf)
     tokens = jnp.sum(valid, dtype=jnp.int32)
-    q = -(-tokens * k // E)
+    q = _balanced_load(tokens, k, E)
     bias = -jnp.sort(margin, axis=0, descending=True)[jnp.minimum(q, tokens - 1)]
     return bias - jnp.mean(bias)
 
@@ -116,7 +119,7 @@ def quantile_bias_from_histogram(histogram: Array, bias: Array, k: int) -> Array
     load ceil(q), linear inside it, then minus the mean over experts. No tokens: the bias stays.
 
     Args:
-        histogram: int [E, BINS]. bias: [E].
+        histogram: int32 [E, BINS]. bias: [E].
 
     Returns:
         bias [E] in the given bias's dtype.
@@ -124,14 +127,19 @@ def quantile_bias_from_histogram(histogram: Array, bias: Array, k: int) -> Array
     E = histogram.shape[0]
     low, width = _bins(bias)
     tokens = jnp.sum(histogram[0], dtype=jnp.int32)
-    q = -(-tokens * k // E)
-    reached = jnp.cumsum(histogram, axis=1)
+    q = _balanced_load(tokens, k, E)
+    reached = jnp.cumsum(histogram, axis=1, dtype=jnp.int32)
     place = jnp.argmax(reached >= q, axis=1)
     inside = jnp.take_along_axis(histogram, place[:, None], axis=1)[:, 0]
     before = jnp.take_along_axis(reached, place[:, None], axis=1)[:, 0] - inside
     fraction = (q - before).astype(bias.dtype) / jnp.maximum(inside, 1).astype(bias.dtype)
     new = low + width * (place.astype(bias.dtype) + fraction)
     return jnp.where(tokens > 0, new - jnp.mean(new), bias)
+
+
+def _balanced_load(tokens: Array, k: int, E: int) -> Array:
+    """ceil(tokens k / E), whose product alone would leave int32 from 2^31 / k tokens on."""
+    return tokens // E * k - (-(tokens % E) * k // E)
 
 
 def _bins(bias: Array) -> tuple[Array, Array]:

@@ -311,7 +311,7 @@ def _does_not_fit(message: str) -> dict[str, Any]:
 
 
 def _read(compiled, mesh) -> dict[str, Any]:
-    from k3jax.bench import hlo, hlo_bytes
+    from k3jax.plan import hlo, hlo_bytes
 
     memory, text = compiled.memory_analysis(), compiled.as_text()
     arguments, outputs = memory.argument_size_in_bytes, memory.output_size_in_bytes

@@ -1,11 +1,12 @@
 """What a step sends: bytes a device by collective and mesh axes, from shapes and the table of logical axes.
 
 A device sends of n bytes of operands, among R devices: all-gather n (R - 1), reduce-scatter n (R - 1) / R, all-reduce
-2 n (R - 1) / R, all-to-all n (R - 1) / R (as `k3jax.bench.hlo.SENT`).
+2 n (R - 1) / R, all-to-all n (R - 1) / R (as `k3jax.plan.hlo.SENT`).
 """
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
@@ -33,6 +34,8 @@ class Transfer(NamedTuple):
 
 def transfers(config: ModelConfig, workload: Workload, strategy: Strategy) -> list[Transfer]:
     """Everything a step sends, by purpose."""
+    if config.tie_word_embeddings:  # both uses of a shared matrix send what they would of two
+        config = dataclasses.replace(config, tie_word_embeddings=False)
     mesh = vars(strategy.mesh)
     s = sizes(config, workload, strategy)
     training = isinstance(workload, Train)
@@ -127,7 +130,7 @@ def exchanges(config: ModelConfig, workload: Workload, strategy: Strategy, s: Si
 
 
 def sequence_transfers(config: ModelConfig, workload: Workload, mesh: Mapping[str, int], s: Sizes) -> list[Transfer]:
-    """Over the tensor axis each sublayer gathers its input and leaves its output in parts.
+    """Over the tensor axis each sublayer gathers its input and leaves its output in parts; routed experts alone do not.
 
     With sequences split, an all-gather before and a reduce-scatter behind (the other way round in the derivative);
     with single tokens an all-reduce of the output. The embedding and each chunk of logits likewise, whose input is
@@ -139,7 +142,8 @@ def sequence_transfers(config: ModelConfig, workload: Workload, mesh: Mapping[st
     n = s.rows * s.time * D * NARROW  # of a gathered activation
     training = isinstance(workload, Train)
     parts, again = (workload.grad_accum, workload.remat) if training else (1, 0)
-    sublayers = 2 * config.num_hidden_layers
+    whole = sum(kind.ffn == "dense" or config.num_shared_experts > 0 for kind in config.layers)
+    sublayers = config.num_hidden_layers + whole
     if not training and workload.new == 1:
         vocabulary = 2 * n * (R - 1) / R
         return [

@@ -203,9 +203,10 @@ def moe(config: ModelConfig, s: Sizes, exchange: str) -> Iterator[Product]:
     rows = expert_rows(s, exchange)
     yield Product("experts", rows, L, F, 2)
     yield Product("experts", rows, F, L)
-    n = s.rows * s.time
-    yield Product("shared", n, D, s.shared, 2)
-    yield Product("shared", n, s.shared, D)
+    if s.shared:
+        n = s.rows * s.time
+        yield Product("shared", n, D, s.shared, 2)
+        yield Product("shared", n, s.shared, D)
 
 
 def expert_rows(s: Sizes, exchange: str) -> float:

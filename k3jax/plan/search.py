@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import csv
 import dataclasses
+import itertools
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -58,20 +60,50 @@ class Found:
         raise ValueError("no mesh divides the model and the workload; another number of devices or another batch may")
 
 
-def factorisations(devices: int, axes: int) -> Iterator[tuple[int, ...]]:
-    """Every way to write `devices` as an ordered product of `axes` numbers.
+def divisors(n: int) -> list[int]:
+    """Of n, ascending."""
+    small = [i for i in range(1, math.isqrt(n) + 1) if n % i == 0]
+    return small + [n // i for i in reversed(small) if i * i != n]
+
+
+def factorisations(devices: int, axes: int, sizes: Sequence[Sequence[int]] | None = None) -> Iterator[tuple[int, ...]]:
+    """Every way to write `devices` as an ordered product of `axes` numbers, each of them one of its axis' `sizes`.
 
     Example:
         >>> list(factorisations(4, 2))
         [(1, 4), (2, 2), (4, 1)]
     """
+    first, *rest = sizes or [divisors(devices)] * axes
     if axes == 1:
-        yield (devices,)
+        if devices in first:
+            yield (devices,)
         return
-    for first in range(1, devices + 1):
-        if devices % first == 0:
-            for rest in factorisations(devices // first, axes - 1):
-                yield (first, *rest)
+    for size in first:
+        if devices % size == 0:
+            for others in factorisations(devices // size, axes - 1, rest):
+                yield (size, *others)
+
+
+def _count(devices: int, axes: int) -> int:
+    """How many factorisations there are, by stars and bars for every prime's power."""
+    found, prime = 1, 2
+    while devices > 1:
+        if prime * prime > devices:
+            prime = devices
+        power = 0
+        while devices % prime == 0:
+            devices, power = devices // prime, power + 1
+        found *= math.comb(power + axes - 1, axes - 1)
+        prime += 1
+    return found
+
+
+def _fits(config: ModelConfig, workload: Workload, mesh: MeshConfig) -> bool:
+    try:
+        check(config, workload, Strategy(mesh))
+    except ValueError:
+        return False
+    return True
 
 
 def search(
@@ -85,22 +117,22 @@ def search(
     """
     if devices < 1:
         raise ValueError(f"devices={devices}: must be at least 1")
-    fits, tight, refused = [], [], 0
-    for sizes in factorisations(devices, len(MESH_AXES)):
-        strategy = Strategy(MeshConfig(*sizes))
-        for same, choice in choices(workload):
-            try:
-                check(config, same, strategy)
-            except ValueError:
-                refused += len(choice)
-                continue
-            for option in choice:
-                memory = analytic.memory_bytes(config, option, strategy, hardware)
-                (fits if memory <= analytic.capacity(hardware) else tight).append((memory, option, strategy))
+    variants = choices(workload)
+    # A size that does not fit beside axes of 1 fits in no mesh: what an axis splits it splits whatever the others are.
+    alone = lambda axis, size: any(_fits(config, same, MeshConfig(**{axis: size})) for same, _ in variants)  # noqa: E731
+    sizes = [[size for size in divisors(devices) if alone(axis, size)] for axis in MESH_AXES]
+    fits, tight = [], []
+    for mesh in itertools.starmap(MeshConfig, factorisations(devices, len(MESH_AXES), sizes)):
+        strategy = Strategy(mesh)
+        for option in (option for same, choice in variants if _fits(config, same, mesh) for option in choice):
+            memory = analytic.memory_bytes(config, option, strategy, hardware)
+            (fits if memory <= analytic.capacity(hardware) else tight).append((memory, option, strategy))
+    tried = len(fits) + len(tight)
+    refused = _count(devices, len(MESH_AXES)) * sum(len(choice) for _, choice in variants) - tried
     evaluate = lambda found: analytic.evaluate(config, *found[1:], hardware, price)  # noqa: E731
     ranked = sorted(map(evaluate, fits), key=lambda p: (p.step_seconds, p.serial_seconds, p.memory))
     least = sorted(tight, key=lambda found: found[0])[:TIGHT]
-    return Found(ranked, list(map(evaluate, least)), len(fits) + len(tight), refused)
+    return Found(ranked, list(map(evaluate, least)), tried, refused)
 
 
 def choices(workload: Workload) -> list[tuple[Workload, list[Workload]]]:

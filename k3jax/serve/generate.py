@@ -16,11 +16,12 @@ from k3jax.cache import Cache, init_cache
 from k3jax.config import ModelConfig
 from k3jax.hf import load_hf
 from k3jax.nn.model import K3
+from k3jax.paths import expand
 from k3jax.runtime import compiler_options
 from k3jax.serve import sampling
 from k3jax.serve.sampler import sample
+from k3jax.text import ByteTokenizer
 from k3jax.tokens import check_tokens
-from k3jax.train.data import ByteTokenizer
 from k3jax.train.loop import restore_weights
 from k3jax.train.pairs import encode_pair
 from k3jax.vision.batch import bucket, pack, widen
@@ -37,6 +38,7 @@ def load_model(
     Raises:
         ValueError: neither kind of checkpoint, or one without packed experts asked for `experts="packed"`.
     """
+    checkpoint = expand(checkpoint)
     if (Path(checkpoint) / "config.json").is_file():
         variables = load_hf(checkpoint, experts=experts)
         return K3(ModelConfig.from_hf(checkpoint), experts=experts, mxfp8_inputs=mxfp8_inputs), variables
@@ -71,7 +73,7 @@ def generate_tokens(
     seed: int = 0,
     images: Sequence[Patches] = (),
 ) -> Iterator[int]:
-    """Yields up to `max_tokens` token ids that continue `prompt` [T] int, until the model's end token.
+    """Yields up to `max_tokens` token ids that continue `prompt` [T] int, until one of the model's end tokens.
 
     `images` are those of the prompt's placeholders, in their order.
 
@@ -110,7 +112,7 @@ def generate_tokens(
         token, cache = advance(variables, tokens, mask, cache, key, packed)
         if int(token[0]) < 0:
             raise ValueError(f"logits: found NaN or infinite ones for token {n}: the weights hold such values, or overflow")
-        if int(token[0]) == cfg.eos_token_id:
+        if int(token[0]) in cfg.stop_ids:
             return
         yield int(token[0])
         tokens, mask, packed = token[:, None], one, None

@@ -15,7 +15,10 @@ import logging
 import os
 import re
 import shutil
-from collections.abc import Mapping
+import stat
+import sys
+from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -27,10 +30,28 @@ from jax.sharding import SingleDeviceSharding
 from orbax.checkpoint import multihost
 from orbax.checkpoint import v1 as ocp
 
+from k3jax.config import ModelConfig
 from k3jax.hf.pieces import PIECE_BYTES, Box, Pieced, boxes
+from k3jax.paths import expand
 
 # Orbax logs the traceback of a failed save from each of its threads; here the failure is raised, as one line.
 logging.getLogger("absl").addFilter(lambda record: f"{os.sep}orbax{os.sep}" not in record.pathname)
+
+
+def _without_echoes(hook):
+    """`sys.unraisablehook` without what TensorStore says of reads and writes that Orbax no longer waits for.
+
+    When one of many fails, Orbax closes the event loop that all of them report to; the failure itself is raised.
+    """
+
+    def told(unraisable):
+        if not (isinstance(unraisable.exc_value, RuntimeError) and str(unraisable.exc_value) == "Event loop is closed"):
+            hook(unraisable)
+
+    return told
+
+
+sys.unraisablehook = _without_echoes(sys.unraisablehook)
 
 _TEMPORARY = ".orbax-checkpoint-tmp"  # suffix of a step that is not whole
 _LATE_MS = 3_600_000  # a process that died is noticed by its heartbeat; one that compiles for long is waited for
@@ -64,7 +85,7 @@ def resolve(path: str | Path) -> tuple[Path, int]:
         >>> resolve("runs/k3/checkpoints/200")
         (PosixPath('runs/k3/checkpoints'), 200)
     """
-    path = Path(path)
+    path = Path(expand(path))
     for folder in (path / "checkpoints", path):
         if steps := _steps(folder):
             return folder, steps[-1]
@@ -73,6 +94,13 @@ def resolve(path: str | Path) -> tuple[Path, int]:
     if not path.exists():
         raise CheckpointError(f"{path}: no such folder; expected a run folder or one of its checkpoints")
     raise CheckpointError(f"{path}: no whole checkpoint; expected a run folder or one of its checkpoints")
+
+
+def open_model(path: str | Path) -> tuple[Checkpoints, int, ModelConfig, dict[str, Any]]:
+    """(checkpoints, step, model, meta) of what `resolve` finds at `path`."""
+    folder, step = resolve(path)
+    checkpoints = Checkpoints(folder)
+    return checkpoints, step, *checkpoints.read_model(step)
 
 
 class Checkpoints:
@@ -89,7 +117,7 @@ class Checkpoints:
     """
 
     def __init__(self, folder: str | Path, keep: int = 1):
-        self.folder = Path(folder).absolute()
+        self.folder = Path(expand(folder)).absolute()
         self.keep = keep
         self._orbax: ocp.training.Checkpointer | None = None
         self._saving: int | None = None
@@ -112,9 +140,7 @@ class Checkpoints:
         newest = self.latest()
         if newest is not None and step <= newest:
             raise CheckpointError(f"{self.folder}: cannot save step {step}, it already holds step {newest}")
-        for folder in _step_folders(self.folder):
-            if newest is None or folder > newest:  # Orbax would keep it as the newest, and drop this save
-                raise CheckpointError(f"{self.folder}/{folder}: not a whole checkpoint; remove it first")
+        self.check_whole(after=-1 if newest is None else newest)
         for name, leaf in _leaves(state).items():
             array = isinstance(leaf, (jax.Array, np.ndarray)) and leaf.size
             if not array or jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.extended):
@@ -122,6 +148,7 @@ class Checkpoints:
         try:
             if self._orbax is None:
                 context = ocp.Context()
+                context.asynchronous.create_directories_asynchronously = False  # see `PieceWriter._lay_out`
                 # Replicas share the writing of large arrays only: each shape they cut costs a compilation.
                 context.array.saving.min_slice_bytes_for_replica_parallel = 2**26
                 # Pieces are what another mesh, or an export, reads at a time.
@@ -139,6 +166,13 @@ class Checkpoints:
         self._saving = step
         if wait:
             self.wait()
+
+    def check_whole(self, after: int) -> None:
+        """Complains of a folder with the name of a step above `after` that is no whole checkpoint: it would be in the way."""
+        whole = self.steps()
+        for step in _step_folders(self.folder):
+            if step > after and step not in whole:  # Orbax would keep it as the newest, and drop what is saved
+                raise CheckpointError(f"{self.folder / str(step)}: not a whole checkpoint; remove it first")
 
     def wait(self) -> None:
         """Returns when the disk holds the last save. Raises `CheckpointError` if that failed."""
@@ -167,11 +201,21 @@ class Checkpoints:
         """The JSON object saved with `step`, without reading any array."""
         return self._metadata(step).custom_metadata
 
+    def read_model(self, step: int) -> tuple[ModelConfig, dict[str, Any]]:
+        """(model, meta) of the checkpoint of a run or an import."""
+        meta = self.read_meta(step)
+        try:
+            return ModelConfig.from_hf(meta["model"]), {"kind": meta["kind"], **meta}
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            file = self.folder / str(step) / _COMMITTED[0]
+            raise self._damaged(step, f"{file}: describes no model of a run or an import ({_reason(error)})") from error
+
     def pieced(self, step: int) -> dict[str, Pieced]:
         """The arrays of `step` by dotted path, to be read in the pieces they were written in."""
         leaves = _leaves(self._metadata(step).metadata)
         folder = self.folder / str(step) / _ARRAYS
-        return {name: _open(folder, name, leaf) for name, leaf in leaves.items()}
+        failed = partial(self._damaged, step)
+        return {name: _open(folder, name, leaf, failed) for name, leaf in leaves.items()}
 
     def restore(
         self, step: int, abstract_state: Any, partial: bool = False, widen: bool = False
@@ -187,10 +231,14 @@ class Checkpoints:
         path = self.folder / str(step)
         found, wanted = _leaves(metadata.metadata), _leaves(abstract_state)
         _check(path, found, wanted, partial, widen)
-        for name in wanted if (path / _IDENTITY).exists() else ():
-            for box in boxes(found[name].shape, piece := found[name].storage_metadata.chunk_shape):
-                if not (file := _piece(path / _ARRAYS / name, piece, box)).exists():  # Orbax would take it for zeros
-                    raise CheckpointError(f"{file}: missing; import the checkpoint again")
+        for name in (name for name in wanted if (path / _ARRAYS / name).is_dir()):
+            piece = found[name].storage_metadata.chunk_shape
+            size = found[name].dtype.itemsize * int(np.prod(piece))
+            for box in boxes(found[name].shape, piece):
+                found_size = _size(file := _piece(path / _ARRAYS / name, piece, box))
+                if found_size != size:  # Orbax takes what is missing for zeros
+                    what = "missing" if found_size is None else f"cut short, {found_size} of {size} bytes"
+                    raise self._damaged(step, f"{file}: {what}; import the checkpoint again")
         device = SingleDeviceSharding(jax.local_devices()[0])
         placed = jax.tree.map(
             lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding or device),
@@ -202,7 +250,7 @@ class Checkpoints:
             with context:
                 state = ocp.load(path, placed)
         except Exception as error:
-            raise CheckpointError(f"{path}: cannot be read ({_reason(error)})") from error
+            raise self._damaged(step, _unreadable(path, _reason(error))) from error
         return state, metadata.custom_metadata
 
     def discard_after(self, step: int) -> None:
@@ -220,14 +268,18 @@ class Checkpoints:
         if step not in self.steps():
             found = ", ".join(map(str, self.steps())) or "none"
             raise CheckpointError(f"{self.folder}: no whole checkpoint of step {step}; found {found}")
-        path = self.folder / str(step)
         try:
-            metadata = ocp.metadata(path)
-        except Exception as error:
-            raise CheckpointError(f"{path}: cannot be read ({_reason(error)})") from error
-        if not _leaves(metadata.metadata):  # Orbax shrugs off damaged indices here
-            raise CheckpointError(f"{path}: cannot be read (its arrays are missing or damaged)")
-        return metadata
+            return _read_metadata(self.folder / str(step))
+        except CheckpointError as error:
+            raise self._damaged(step, str(error)) from error
+
+    def _damaged(self, step: int, what: str) -> CheckpointError:
+        """Says `what` is wrong with `step`, and which older checkpoint is not."""
+        for older in (older for older in reversed(self.steps()) if older < step):
+            with contextlib.suppress(CheckpointError):
+                _read_metadata(whole := self.folder / str(older))
+                return CheckpointError(f"{what}; an older checkpoint is whole: resume={whole}, or {whole} in its place")
+        return CheckpointError(what)
 
     def _failed(self, step: int, error: Exception) -> CheckpointError:
         # Orbax has dropped older steps from its list by now; a new checkpointer reads them from disk again.
@@ -264,15 +316,20 @@ class PieceWriter:
         self._unfinished = self.folder / _UNFINISHED
         if steps := _step_folders(self.folder):
             raise CheckpointError(f"{self.folder}: already holds step {steps[-1]}; choose another folder")
+        found = [path.name for path in self.folder.iterdir()] if self.folder.exists() else []
+        if strange := sorted(name for name in found if not name.startswith(_UNFINISHED)):
+            raise CheckpointError(f"{self.folder}: already holds {strange[0]}; choose another folder")
         begun = self._unfinished.exists()
         meet("looked")  # before any changes it
         if not begun:
             self._lay_out(meta, identity)
-        if (self._unfinished / _IDENTITY).read_text() != identity:
+        file = self._unfinished / _IDENTITY
+        if _size(file) is None or file.read_bytes() != identity.encode():
             raise CheckpointError(f"{self._unfinished}: holds the beginning of another import; remove it first")
 
     def has(self, path: tuple[str, ...], box: Box) -> bool:
-        return self._file(path, box).exists()
+        leaf = self._leaves[path]
+        return _size(self._file(path, box)) == leaf.dtype.itemsize * int(np.prod(leaf.piece))
 
     def write(self, path: tuple[str, ...], box: Box, values: np.ndarray) -> None:
         """Writes a piece: a box of the leaf's `boxes()`."""
@@ -305,14 +362,21 @@ class PieceWriter:
         meet("cleared")
         context = ocp.Context()
         context.array.saving.use_ocdbt = False
+        # Otherwise threads wait for minutes for a folder that could not be made.
+        context.asynchronous.create_directories_asynchronously = False
         tree: dict = {}
         for path, leaf in self._leaves.items():
             node = tree
             for part in path[:-1]:
                 node = node.setdefault(part, {})
             node[path[-1]] = np.zeros(1, leaf.dtype)
-        with context:
-            ocp.save(skeleton, tree, custom_metadata=meta)
+        try:
+            with context:
+                ocp.save(skeleton, tree, custom_metadata=meta)
+        except OSError:
+            raise
+        except Exception as error:
+            raise OSError(_reason(error)) from error
         if first:
             for path, leaf in self._leaves.items():
                 _enlarge(skeleton / _ARRAYS / ".".join(path), leaf)
@@ -337,7 +401,7 @@ def _piece(array: Path, piece: tuple[int, ...], box: Box) -> Path:
     return array.joinpath("c", *(str(part.start // step) for part, step in zip(box, piece, strict=True)))
 
 
-def _open(folder: Path, name: str, leaf: Any) -> Pieced:
+def _open(folder: Path, name: str, leaf: Any, failed: Callable[[str], CheckpointError]) -> Pieced:
     """An array of a step on disk: a folder of files, or an entry of the database that Orbax keeps small files in."""
     if (folder / name).exists():
         store = {"driver": "file", "path": f"{folder / name}/"}
@@ -349,7 +413,7 @@ def _open(folder: Path, name: str, leaf: Any) -> Pieced:
         try:
             return ts.open(specification, read=True, open=True).result()[box].read().result()
         except ValueError as error:
-            raise CheckpointError(f"{folder.parent}: '{name}' cannot be read ({_reason(error)})") from error
+            raise failed(f"{folder.parent}: '{name}' cannot be read ({_reason(error)})") from error
 
     return Pieced(tuple(leaf.shape), np.dtype(leaf.dtype), tuple(leaf.storage_metadata.chunk_shape), read)
 
@@ -373,6 +437,45 @@ def _sync(folder: Path) -> None:
         os.close(descriptor)
 
 
+def _read_metadata(path: Path):
+    """What Orbax has noted of a step beside its arrays' values."""
+    try:
+        metadata = ocp.metadata(path)
+    except Exception as error:
+        raise CheckpointError(_unreadable(path, _reason(error))) from error
+    if not _leaves(metadata.metadata):  # Orbax shrugs off damaged indices here
+        raise CheckpointError(_unreadable(path, "its arrays are missing or damaged"))
+    return metadata
+
+
+def _unreadable(path: Path, reason: str) -> str:
+    """Why a step cannot be read: the file at fault, where that is one of the small ones beside the arrays."""
+    arrays = path / _ARRAYS
+    notes = [path / _COMMITTED[0], arrays / "_METADATA", arrays / "_sharding", *sorted(arrays.glob("*/process_*"))]
+    for file in (*notes, *sorted(arrays.glob("*/zarr.json"))):
+        try:
+            what = "no JSON object" * (not isinstance(json.loads(file.read_bytes()), dict))
+        except FileNotFoundError:
+            what = "missing" * (file.name == "_METADATA")  # of the others a step need not have all
+        except (OSError, ValueError, RecursionError) as error:
+            what = " ".join(str(error.strerror if isinstance(error, OSError) else error).split())
+        if what:
+            return f"{file}: damaged ({what})"
+    for file in (arrays / "manifest.ocdbt", *sorted((arrays / "d").glob("*"))):
+        if not _size(file) and not any(arrays.glob("*/zarr.json")):
+            return f"{file}: missing or empty"
+    return f"{path}: cannot be read ({reason})"
+
+
+def _size(file: Path) -> int | None:
+    """Bytes of a file, None for what is none."""
+    try:
+        status = file.stat()
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    return status.st_size if stat.S_ISREG(status.st_mode) else None
+
+
 def _steps(folder: Path) -> list[int]:
     steps = _step_folders(folder)
     return [step for step in steps if all((folder / str(step) / name).exists() for name in _COMMITTED)]
@@ -380,9 +483,8 @@ def _steps(folder: Path) -> list[int]:
 
 def _step_folders(folder: Path) -> list[int]:
     """What Orbax takes for checkpoints: it trusts a folder's name, which one copied in part has as well."""
-    if not folder.is_dir():
-        return []
-    return sorted(found.step for found in ocp.path.step.standard_name_format().find_all(folder))
+    names = [path.name for path in folder.iterdir() if path.is_dir()] if folder.is_dir() else []
+    return sorted(int(name) for name in names if name.isdecimal() and name == str(int(name)))
 
 
 def _leaves(tree: Any) -> dict[str, Any]:

@@ -20,7 +20,9 @@ from k3jax.hf.names import tree_shapes
 from k3jax.hf.pieces import Box, Pieced
 from k3jax.hf.save import SHARD_BYTES, write_released
 from k3jax.hf.stream import MEMORY, Job, run
-from k3jax.train.checkpoint import Checkpoints, PieceWriter, resolve
+from k3jax.lock import LOCK, claimed
+from k3jax.paths import expand
+from k3jax.train.checkpoint import PieceWriter, open_model
 
 
 class ImportPlan(NamedTuple):
@@ -67,9 +69,22 @@ def import_checkpoint(
     Raises `CheckpointError` naming all that is wrong with the headers before anything is written, and a tensor with a value
     that is NaN or infinite, and that no pattern of `allow_nonfinite` names, when it comes to it.
     """
+    source, destination = expand(source), Path(expand(destination))
+    with claimed(destination, lambda: _plan(source, destination, experts, layers, allow_nonfinite)) as plan:
+        _import(plan, destination, memory)
+
+
+def _plan(source, destination, experts, layers, allow_nonfinite) -> tuple[ImportPlan, dict[str, str]]:
+    """The plan of an import, and of it what all processes must have found."""
     plan = plan_import(source, experts, layers, allow_nonfinite)
+    if strange := [path.name for path in destination.iterdir() if path.name not in (LOCK, "checkpoints")]:
+        raise CheckpointError(f"{destination}: already holds {min(strange)}; choose a new or empty folder")
+    return plan, {f"what {source} holds": plan.identity}
+
+
+def _import(plan: ImportPlan, destination: Path, memory: int) -> None:
     try:
-        writer = PieceWriter(Path(destination) / "checkpoints", 0, plan.leaves, plan.meta, plan.identity)
+        writer = PieceWriter(destination / "checkpoints", 0, plan.leaves, plan.meta, plan.identity)
         jobs, written = [], set()
         for path, leaf in plan.leaves.items():
             for number, box in enumerate(leaf.boxes()):
@@ -96,15 +111,12 @@ def export_checkpoint(
     A model trained with QAT gives the same logits, bit for bit, when its export runs packed. An import comes back byte
     for byte. After an error or a kill, the same call goes on from what was written.
     """
-    folder, number = resolve(source)
-    checkpoints = Checkpoints(folder)
-    meta = checkpoints.read_meta(number)
-    cfg = ModelConfig.from_hf(meta["model"])
+    checkpoints, number, cfg, meta = open_model(source)
     found = checkpoints.pieced(number)
     shapes = tree_shapes(cfg, meta.get("experts", "dequantized"))
     leaves = {path: found[".".join(path)] for path in shapes if ".".join(path) in found}
     leaves = {path: _whole_rows(leaf) if "experts" in path else leaf for path, leaf in leaves.items()}
-    written = (folder / str(number) / "_CHECKPOINT_METADATA").stat()
+    written = (checkpoints.folder / str(number) / "_CHECKPOINT_METADATA").stat()
     identity = hashlib.sha256(json.dumps([meta, written.st_mtime_ns, written.st_size]).encode()).hexdigest()
     write_released(destination, cfg, leaves, max_shard_size, identity=identity, memory=memory)
 

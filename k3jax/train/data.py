@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 
 from k3jax.paths import check_kind, expand
-from k3jax.tokens import check_tokens
+from k3jax.text import ByteTokenizer
 
 log = logging.getLogger(__name__)
 
@@ -28,28 +28,6 @@ Batch = dict[str, Any]  # of arrays
 # Folders of the standard library that hold other packages, tests full of deliberately odd text, or a
 # generated file of help texts so long (7 % of all bytes) that the split would hang on its side.
 _NOT_LIBRARY = {"site-packages", "dist-packages", "test", "tests", "idle_test", "pydoc_data"}
-
-
-class ByteTokenizer:
-    """Token id = byte of the UTF-8 text; `decode` shows bytes that are no UTF-8 as U+FFFD.
-
-    >>> ByteTokenizer.decode(ByteTokenizer.encode("def f():"))
-    'def f():'
-    """
-
-    vocab_size = 256
-
-    @staticmethod
-    def encode(text: str) -> np.ndarray:
-        """Ids [T], int32. Command line bytes that are no UTF-8 (surrogates in `text`) stay those bytes."""
-        return np.frombuffer(text.encode("utf-8", "surrogateescape"), np.uint8).astype(np.int32)
-
-    @staticmethod
-    def decode(ids) -> str:
-        """Text of ids [T] in 0..255; raises ValueError for any other id."""
-        ids = np.asarray(ids)
-        check_tokens(ids, ByteTokenizer.vocab_size)
-        return ids.astype(np.uint8).tobytes().decode("utf-8", "replace")
 
 
 def find_text(paths: Sequence[str] = ()) -> list[Path]:

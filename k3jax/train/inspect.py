@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from k3jax.config import ModelConfig
 from k3jax.hf.files import CheckpointError, Header
 from k3jax.hf.inspect import Report, Tensor, layout
 from k3jax.hf.names import table, tree_shapes
 from k3jax.hf.pieces import Box, Pieced
 from k3jax.hf.statistics import describe
-from k3jax.train.checkpoint import Checkpoints, resolve
+from k3jax.train.checkpoint import open_model
 
 _TYPES = {"bfloat16": "BF16", "float32": "F32", "float64": "F64", "uint8": "U8", "int32": "I32", "uint32": "U32"}
 _OTHERS = "optimizer, step"
@@ -18,7 +17,7 @@ _OTHERS = "optimizer, step"
 
 def report(path: str | Path) -> Report:
     """`k3jax.hf.inspect.report` of a checkpoint that `resolve` finds at `path`; leaves have their dotted paths."""
-    checkpoints, number, cfg, meta = _opened(path)
+    checkpoints, number, cfg, meta = open_model(path)
     experts = meta.get("experts", "dequantized")
     parts = {}
     for leaf in table(cfg):
@@ -47,7 +46,7 @@ def report(path: str | Path) -> Report:
 
 def tensor_report(path: str | Path, name: str) -> str:
     """Statistics of one leaf by its dotted path, or of the part of a leaf that is a released tensor by its name."""
-    checkpoints, number, cfg, meta = _opened(path)
+    checkpoints, number, cfg, meta = open_model(path)
     found = checkpoints.pieced(number)
     array, leaf_name = found.get(name), name
     if array is None:
@@ -64,13 +63,6 @@ def tensor_report(path: str | Path, name: str) -> str:
         raise CheckpointError(f"{path}: {name}: no such leaf, nor a released tensor that is stored as such here")
     header = f"{array.dtype.name} {list(array.shape)}"
     return "\n".join([f"tensor      {name}", f"stored      {header} in {leaf_name}", *describe(array, leaf_name)])
-
-
-def _opened(path: str | Path) -> tuple[Checkpoints, int, ModelConfig, dict]:
-    folder, number = resolve(path)
-    checkpoints = Checkpoints(folder)
-    meta = checkpoints.read_meta(number)
-    return checkpoints, number, ModelConfig.from_hf(meta["model"]), meta
 
 
 def _part(array: Pieced, place: list[int]) -> Pieced:

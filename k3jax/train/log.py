@@ -108,7 +108,7 @@ class RunLog:
         """
         from matplotlib.figure import Figure
 
-        lines = _read(self.path)
+        lines = read_numbers(self.path)
         steps = [line["step"] for line in lines]
         figure = Figure(figsize=(8, 7), layout="constrained")
         top, bottom = figure.subplots(2, 1, sharex=True)
@@ -145,20 +145,40 @@ _LINE = "step {n_fmt}/{total_fmt}{postfix}, {remaining} left"
 _BAR = _LINE + " |{bar}|"  # last, so that a narrow terminal cuts the bar and not the numbers
 
 
-def _read(path: Path) -> list[dict]:
-    """Lines of a metrics file; one cut short by a killed run is left out."""
-    lines = []
-    for line in path.read_text().splitlines():
-        try:
-            lines.append(json.loads(line))
-        except json.JSONDecodeError:
-            continue
-    return lines
+def read_numbers(path: Path) -> list[dict]:
+    """Lines of a metrics file, if there is one; a last one that a killed run has cut short is left out.
+
+    Raises `ValueError`, one line, if any other is not what `RunLog` writes.
+    """
+    try:
+        *texts, rest = path.read_bytes().split(b"\n")
+    except FileNotFoundError:
+        return []
+    except OSError as error:
+        raise ValueError(f"{path}: cannot be read ({error.strerror})") from error
+    lines = [_numbers(text) for text in texts]
+    if None in lines:
+        number = lines.index(None) + 1
+        raise ValueError(f"{path}: line {number} is not the numbers of a step as JSON; mend it, or move the file away")
+    whole = _numbers(rest)
+    if whole is None and rest[:1] not in (b"", b"{"):
+        raise ValueError(f"{path}: ends with {rest[:20]!r}, which is not the numbers of a step; mend it, or move the file away")
+    return lines if whole is None else [*lines, whole]
+
+
+def _numbers(text: bytes) -> dict | None:
+    try:
+        line = json.loads(text)
+    except ValueError:  # not JSON, or not even text
+        return None
+    if not isinstance(line, dict) or not {"step", "loss", "expert_load"} <= line.keys() or not isinstance(line["step"], int):
+        return None
+    return line if all(value is None or isinstance(value, int | float) for value in line.values()) else None
 
 
 def _keep_until(path: Path, step: int) -> None:
     if not path.exists():
         return
     temporary = path.with_name(path.name + ".tmp")
-    temporary.write_text("".join(json.dumps(line) + "\n" for line in _read(path) if line["step"] <= step))
+    temporary.write_text("".join(json.dumps(line) + "\n" for line in read_numbers(path) if line["step"] <= step))
     os.replace(temporary, path)

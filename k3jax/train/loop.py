@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import json
 import os
+import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,12 +19,14 @@ import numpy as np
 from flax.traverse_util import flatten_dict, unflatten_dict
 
 from k3jax.config import ModelConfig
+from k3jax.lock import claimed
 from k3jax.nn.model import K3, init_variables
 from k3jax.ops import mx
 from k3jax.run_config import RunConfig
 from k3jax.sharding import make_mesh
+from k3jax.train import folder
 from k3jax.train import step as training
-from k3jax.train.checkpoint import Checkpoints, meet, resolve
+from k3jax.train.checkpoint import Checkpoints, meet, open_model, resolve
 from k3jax.train.data import ByteDataset, RowDataset, bigram_nats, find_text, split_files
 from k3jax.train.log import RunLog
 from k3jax.train.pairs import PairDataset, find_pairs, split_pairs
@@ -104,21 +107,38 @@ def train(config: RunConfig) -> Result:
         Diverged: NaN or infinite loss or gradients; nothing is saved from that step on.
     """
     config.validate()
+    with claimed(config.out, lambda: _prepare(config)) as (training_data, held_out, mesh, resumed):
+        return _train(config, training_data, held_out, mesh, resumed)
+
+
+def _prepare(config: RunConfig):
+    """(train data, held-out data, mesh, checkpoint to resume or None), and of it what all processes must have found."""
     training_data, held_out = open_data(config)
     mesh = make_mesh(**dataclasses.asdict(config.mesh))
     if jax.process_count() > 1 and mesh.size < jax.device_count():
         raise ValueError(f"mesh: found {mesh.size} devices; several processes must use all their {jax.device_count()}")
+    resumed = None if config.resume is None else resolve(config.resume)
+    if jax.process_index() == 0:
+        folder.check(config.out, config.resume, resumed)
+    found = {"rows of data": len(training_data), "held-out rows": len(held_out), "resumed step": resumed and resumed[1]}
+    return (training_data, held_out, mesh, resumed), found
+
+
+def _train(config: RunConfig, training_data: RowDataset, held_out: RowDataset, mesh, resumed) -> Result:
     out, last = Path(config.out), config.train.steps
     speaks = jax.process_index() == 0
     rows = training.process_rows(config.data.batch_size, mesh)
     started = time.monotonic()
     with jax.set_mesh(mesh):
-        state, shardings = _first_state(config, mesh)
+        state, shardings = _first_state(config, mesh, resumed)
         first = int(state.step)
         if first >= last:
             raise ValueError(f"train.steps={last}: the checkpoint is already at step {first}")
         step_fn = training.make_train_step(config, shardings)
         with Checkpoints(out / "checkpoints", config.train.keep_checkpoints) as checkpoints:
+            if speaks and (later := [number for number in checkpoints.steps() if number > first]):
+                steps = ", ".join(map(str, later))
+                print(f"out={out}: goes back to step {first}; the later checkpoints ({steps}) are discarded", file=sys.stderr)
             checkpoints.discard_after(first)
             with RunLog(out, last, first) if speaks else contextlib.nullcontext() as log:
                 watch = _Watch(log, checkpoints)
@@ -211,16 +231,13 @@ class _Watch:
         self.warned = True
 
 
-def _first_state(config: RunConfig, mesh):
-    """A new state, or the one `config.resume` names."""
-    if config.resume is None:
-        if Checkpoints(Path(config.out) / "checkpoints").latest() is not None:
-            raise ValueError(f"out={config.out}: already holds a run; continue it with resume={config.out}, or name another")
+def _first_state(config: RunConfig, mesh, resumed: tuple[Path, int] | None):
+    """A new state, or that of the checkpoint (folder, step)."""
+    if resumed is None:
         return training.init_state(config, mesh)
-    folder, number = resolve(config.resume)
-    checkpoints = Checkpoints(folder)
-    meta = checkpoints.read_meta(number)
-    if ModelConfig.from_hf(meta["model"]) != config.model:
+    checkpoints, number = Checkpoints(resumed[0]), resumed[1]
+    cfg, meta = checkpoints.read_model(number)
+    if cfg != config.model:
         raise ValueError(f"resume={config.resume}: holds another model than this configuration's `model`")
     abstract, shardings = training.abstract_state(config, mesh)
     if meta["kind"] == "run":
@@ -286,10 +303,7 @@ def evaluate(config: RunConfig, state: training.TrainState, held_out: RowDataset
 
 def restore_weights(checkpoint: str | Path, param_dtype=jnp.float32) -> tuple[ModelConfig, dict[str, Any], dict[str, Any]]:
     """(model config, variables on one device, meta) of a run's checkpoint, without the optimizer's state."""
-    folder, number = resolve(checkpoint)
-    checkpoints = Checkpoints(folder)
-    meta = checkpoints.read_meta(number)
-    cfg = ModelConfig.from_hf(meta["model"])
+    checkpoints, number, cfg, meta = open_model(checkpoint)
     model = K3(cfg, param_dtype=param_dtype, experts=meta.get("experts", "dequantized"))
     abstract = jax.eval_shape(lambda: nn.unbox(init_variables(model, jax.random.key(0))))
     return cfg, checkpoints.restore(number, abstract, partial=True, widen=True)[0], meta

@@ -19,7 +19,7 @@ from k3jax.ops.loss import cross_entropy
 from k3jax.ops.router import quantile_bias_from_histogram
 from k3jax.run_config import RunConfig
 from k3jax.runtime import compiler_options
-from k3jax.sharding import spec, tree_shardings
+from k3jax.sharding import constrain, spec, tree_shardings
 from k3jax.train.optim import make_optimizer
 
 
@@ -118,7 +118,7 @@ def make_train_step(config: RunConfig, shardings: TrainState):
         if accum == 1:
             (loss, stats), gradients = grad(state.params, batch)
         else:
-            micro = jax.tree.map(lambda x: x.reshape(accum, -1, *x.shape[1:]), batch)
+            micro = micro_batches(batch, accum)
             first = jax.tree.map(lambda x: x[0], micro)
             zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), jax.eval_shape(grad, state.params, first))
 
@@ -140,7 +140,7 @@ def make_train_step(config: RunConfig, shardings: TrainState):
             "loss": loss,
             "grad_norm": optax.tree.norm(gradients),
             "expert_load": worst_load(stats),
-            "tokens": jnp.sum(batch["weights"] > 0),
+            "tokens": jnp.sum(batch["weights"] > 0, dtype=jnp.int32),
         }
         if config.train.capacity_drop:
             metrics["dropped"] = sum(jnp.sum(s.dropped) for s in router_stats(stats))
@@ -150,6 +150,19 @@ def make_train_step(config: RunConfig, shardings: TrainState):
 
     options = compiler_options()
     return jax.jit(step, donate_argnums=0, out_shardings=(shardings, None), compiler_options=options)
+
+
+def micro_batches(batch, parts: int):
+    """Leaves [B,...] -> [parts,B/parts,...]: part p is every `parts`-th row from row p on.
+
+    So every device's rows are spread over all parts, and none moves to another device.
+    """
+
+    def split(x):
+        x = jnp.moveaxis(x.reshape(-1, parts, *x.shape[1:]), 1, 0)
+        return constrain(x, None, "batch", *[None] * (x.ndim - 2))
+
+    return jax.tree.map(split, batch)
 
 
 def balanced(router, stats, k: int):

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from k3jax.bench import strategies as bench
-from k3jax.bench.hlo import SENT
+from k3jax.plan.hlo import SENT
 from k3jax.bench.timing import write_json
 from k3jax.run_config import DataConfig, MeshConfig, RunConfig, TrainConfig, load_strategy
 

@@ -5,8 +5,6 @@ import json
 import math
 import os
 import re
-import sys
-import types
 
 import jax
 import jax.numpy as jnp
@@ -155,7 +153,7 @@ def test_leaves_are_placed_as_the_mesh_s_shardings_say(copy_golden, monkeypatch,
             }
         )
 
-    monkeypatch.setitem(sys.modules, "k3jax.sharding", types.SimpleNamespace(model_shardings=model_shardings))
+    monkeypatch.setattr("k3jax.hf.load.model_shardings", model_shardings)
     sharded = flatten_dict(load_hf(copy.folder, mesh=mesh, experts=experts))
     plain = flatten_dict(load_hf(copy.folder, experts=experts))
     assert sharded.keys() == plain.keys()

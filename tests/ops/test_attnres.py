@@ -7,7 +7,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import k3jax
-from k3jax.bench import hlo
+from k3jax.plan import hlo
 from k3jax.ops.attnres import attnres_mix, keep_depth, read_depth
 
 EPS = 1e-5

@@ -9,7 +9,7 @@ import pytest
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
-from k3jax.bench.hlo import sent_by_kind
+from k3jax.plan.hlo import sent_by_kind
 from k3jax.ops import exchange
 from k3jax.ops.experts import Activation, Unit, apply_experts, experts_reference
 

@@ -410,6 +410,65 @@ def test_bfloat16_inputs_keep_a_float32_state():
     assert relative(o, np.asarray(exact)) <= 2e-2
 
 
+# Lengths and sizes at which the choice of "auto" changes, with gradients or without.
+CHOICES = [(1, 4, 3), (7, 4, 3), (8, 4, 3), (31, 33, 32), (32, 32, 32), (32, 33, 32)]
+
+
+def typed(dtype, T, K, V, ids=False, states=()):
+    """Arguments of `kda` as shapes: q, k, v in `dtype`; ids; an initial state with the axes `states` between B and H."""
+    wide = jnp.float32
+    shape = lambda *x, dtype=dtype: jax.ShapeDtypeStruct((2, *x), dtype)  # noqa: E731
+    state = None if states is None else shape(*states, 2, K, V, dtype=wide)
+    tokens = shape(T, 2, K), shape(T, 2, K), shape(T, 2, V), shape(T, 2, K, dtype=wide), shape(T, 2, dtype=wide)
+    return (*tokens, state), shape(T, dtype=jnp.int32) if ids else None
+
+
+@pytest.mark.parametrize("ids, states", [(False, None), (False, ()), (True, None), (True, ()), (True, (3,))])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+def test_types_do_not_depend_on_the_form(dtype, ids, states):
+    """With gradients, which may be taken of another form than what is not differentiated, and without."""
+    forms = [("auto", *choice) for choice in CHOICES] + [(impl, 8, 4, 3) for impl in ("scan", "chunked")]
+    forms += [("tokamax", 8, 4, 3)] * (kda_tokamax.installed() and (not ids or states == (3,)))
+    for impl, T, K, V in forms:
+        inputs, segments = typed(dtype, T, K, V, ids, states)
+
+        def run(inputs, segments, impl=impl):
+            return kda(*inputs, segments, gate_lower_bound=-5.0, impl=impl)
+
+        def both(inputs, segments):
+            # Within jit, as within a scan over layers, both forms are traced, and are compared.
+            out, pull = jax.vjp(jax.jit(lambda x: run(x, segments)), inputs)  # noqa: B023
+            return out, pull(out)[0]
+
+        strict = "strict" if impl != "tokamax" else "standard"
+        with jax.numpy_dtype_promotion(strict), jax.numpy_rank_promotion("allow"):
+            alone, (out, gradients) = (jax.eval_shape(f, inputs, segments) for f in (run, both))
+        state = inputs[5] if ids or states is not None else jax.ShapeDtypeStruct((2, 2, K, V), jnp.float32)
+        for found in (alone, out):
+            assert (found[0].shape, found[0].dtype) == ((2, T, 2, V), dtype), (impl, T, K)
+            assert (found[1] is None) if state is None else (found[1].shape, found[1].dtype) == (state.shape, "float32")
+        assert gradients == inputs, (impl, T, K)
+
+
+@pytest.mark.parametrize("dtype, tolerance", [("bfloat16", 2e-2), ("float16", 3e-3)])
+def test_gradients_of_auto_in_narrow_types(dtype, tolerance):
+    """Of 20 tokens: what is not differentiated is the scan, what is the chunked form."""
+    wide, ids = draw(25, 2, 20, 2, 4, 3), jnp.asarray(np.repeat([[1, 2, 0]], [12, 5, 3], axis=1).repeat(2, axis=0))
+    inputs = tuple(x.astype(dtype if i < 3 else jnp.float32) for i, x in enumerate(wide))
+    weights = jnp.asarray(np.random.default_rng(26).normal(size=(2, 20, 2, 3)))
+
+    @partial(jax.jit, static_argnums=1)
+    def run(inputs, impl):
+        out, pull = jax.vjp(jax.jit(lambda x: kda(*x, None, ids, gate_lower_bound=-5.0, impl=impl)[0]), inputs)
+        return out, *pull(weights.astype(out.dtype))[0]
+
+    alone = jax.jit(lambda x: kda(*x, None, ids, gate_lower_bound=-5.0)[0])(inputs)
+    exact = run(tuple(x.astype(jnp.float64) for x in inputs), "scan")
+    names = ("o", "q", "k", "v", "g", "beta", "o alone")
+    errors = {n: relative(a, np.asarray(b)) for n, a, b in zip(names, (*run(inputs, "auto"), alone), (*exact, exact[0]), strict=True)}
+    assert max(errors.values()) <= tolerance, errors
+
+
 def test_errors_name_the_argument():
     q, k, v, g, beta = draw(9, 1, 4, 2, 4, 3)
     with pytest.raises(ValueError, match=r"beta: found shape \(1, 4, 2, 1\), must be \(1, 4, 2\)"):

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from jax.sharding import NamedSharding
 
-from k3jax.bench.hlo import collectives
+from k3jax.plan.hlo import collectives
 from k3jax.ops.loss import cross_entropy, token_losses
 from k3jax.sharding import make_mesh, spec
 

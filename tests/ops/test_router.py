@@ -10,6 +10,7 @@ import pytest
 
 from k3jax.ops.router import (
     BINS,
+    _balanced_load,
     expert_load,
     quantile_bias,
     quantile_bias_from_histogram,
@@ -229,3 +230,45 @@ def test_balancing_balances():
         histogram = quantile_histogram(scores, routing.cutoff, bias, jnp.ones(600, bool))
         bias = quantile_bias_from_histogram(histogram, bias, 2)
     assert loads[0] > 280 and loads[-1] < 1.05 * 150
+
+
+# ---- at scale --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("k, E", [(16, 896), (1, 2), (4, 16), (895, 896), (8, 8)])
+def test_the_balanced_load_is_exact(k, E):
+    """Against Python's integers, without any of 64 bits."""
+    near = [2**31 // k, 2**27, 2**31 - 1, 2**31 - E, 10**9 + 7]
+    tokens = sorted({n + d for n in (1, E, *near) for d in (-1, 0, 1, 1024) if 0 <= n + d < 2**31})
+    with jax.enable_x64(False):
+        found = jax.jit(jax.vmap(lambda n: _balanced_load(n, k, E)))(jnp.asarray(tokens, jnp.int32))
+        assert found.dtype == jnp.int32
+    assert found.tolist() == [-(-n * k // E) for n in tokens]
+
+
+@pytest.mark.parametrize("tokens", [2**20, 2**27, 2**27 + 1024, 2**31 - 2])
+def test_a_step_of_very_many_tokens(tokens):
+    """Half of the experts have all of theirs in bin 400 and half in bin 600: their biases are 0.4 apart."""
+    E, k = 896, 16
+    histogram = np.zeros((E, BINS), np.int32)
+    histogram[: E // 2, 400] = histogram[E // 2 :, 600] = tokens
+    with jax.enable_x64(False):
+        bias = jax.jit(partial(quantile_bias_from_histogram, k=k))(jnp.asarray(histogram), jnp.zeros(E, jnp.float32))
+    np.testing.assert_allclose(bias, np.repeat([-0.2, 0.2], E // 2), rtol=0, atol=1e-6)
+
+
+def test_histograms_of_devices_and_micro_batches_add_up_to_very_many_tokens():
+    parts = np.random.default_rng(8).multinomial(2**27 - 1, np.ones(50) / 50, size=(16, 6)).astype(np.int32)
+    histograms = np.zeros((16, 6, BINS), np.int32)
+    histograms[..., 300:350] = parts  # 16 parts of 6 experts
+    with jax.enable_x64(False):
+        total = jax.jit(lambda x: jax.lax.scan(lambda total, part: (total + part, None), x[0], x[1:])[0])(histograms)
+        bias = quantile_bias_from_histogram(total, jnp.zeros(6, jnp.float32), 4)
+    whole = histograms.astype(object).sum(axis=0)
+    assert np.array_equal(total, whole) and whole.sum(axis=1).tolist() == [16 * (2**27 - 1)] * 6
+    q, expected = -(-16 * (2**27 - 1) * 4 // 6), []
+    for counts in whole:
+        reached = np.cumsum(counts)
+        place = int(np.argmax(reached >= q))
+        expected.append(-1 + 0.002 * (place + (q - (reached[place] - counts[place])) / counts[place]))
+    np.testing.assert_allclose(bias, np.asarray(expected) - np.mean(expected), rtol=0, atol=1e-6)

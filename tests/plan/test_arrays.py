@@ -16,7 +16,8 @@ from k3jax.nn.model import init_variables
 from k3jax.plan import analytic, arrays
 from k3jax.plan.setting import Serve, Strategy, Train
 from k3jax.run_config import DataConfig, MeshConfig, RunConfig, TrainConfig, load_model
-from k3jax.sharding import model_shardings, spec
+from k3jax.nn.model import model_shardings
+from k3jax.sharding import spec
 from k3jax.train import step as training
 
 ROOT = Path(__file__).parents[2]
@@ -26,9 +27,14 @@ KIMI_LINEAR = load_model(ROOT / "configs" / "kimi_linear_48b.py")
 BYTES = {"BF16": 2, "F32": 4, "U8": 1}
 
 
-@pytest.fixture(scope="module", params=["kimi_k3", "kimi_linear"])
+@pytest.fixture(scope="module", params=["kimi_k3", "kimi_linear", "tied, none shared", "no experts"])
 def small(request, tiny):
-    """The tiny model, and one with Kimi-Linear's parts: no query rank, no gates of full rank, experts on the width."""
+    """The tiny model, and one with Kimi-Linear's parts: no query rank, no gates of full rank, experts on the width; one
+    with less than released models have, and one with dense layers alone."""
+    if request.param == "tied, none shared":
+        return dataclasses.replace(tiny, tie_word_embeddings=True, num_shared_experts=0)
+    if request.param == "no experts":
+        return dataclasses.replace(tiny, first_k_dense_replace=2)
     if request.param == "kimi_k3":
         vision = ModelConfig.from_hf(ROOT / "tests" / "data" / "k3_tiny").vision
         vision = dataclasses.replace(vision, text_hidden_size=tiny.hidden_size, media_placeholder_token_id=1)

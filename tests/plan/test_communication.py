@@ -1,11 +1,13 @@
 """What a step sends: worked out by hand, and against a compiled step."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import pytest
 
 from k3jax import make_mesh
-from k3jax.bench import hlo
+from k3jax.plan import hlo
 from k3jax.plan import communication
 from k3jax.plan.communication import Transfer, seconds
 from k3jax.plan.hardware import HARDWARE
@@ -44,6 +46,22 @@ def test_fully_sharded_weights_by_hand():
     assert found["all-gather"]["fsdp"] == 7 * 2 * (2 * layers + head) + 4096 * 4 * 7
     assert found["all-to-all"]["fsdp"] == 2 * 4096 * 7168 * 2 * 7 / 8
     assert found["reduce-scatter"]["fsdp"] == 7 * 2 * (layers + head)
+
+
+def test_a_shared_matrix_sends_what_two_do():
+    """As compiled steps do: the head is gathered, the embedding not, and the gradients of both uses are summed."""
+    tied, mesh = dataclasses.replace(KIMI_K3, tie_word_embeddings=True), MeshConfig(data=2, fsdp=4, tensor=2)
+    assert sent(tied, Train(batch=8), mesh) == sent(KIMI_K3, Train(batch=8), mesh)
+
+
+@pytest.mark.parametrize("workload, moved", [(Train(batch=8, sequence=4096), 3 * 4096), (Serve(batch=8), 0)])
+def test_without_shared_experts_a_mixture_s_input_stays_where_it_is(workload, moved):
+    """Of 92 layers, over two devices of the tensor axis: of its tokens each sends the other half of a gathered input."""
+    alone = dataclasses.replace(KIMI_K3, num_shared_experts=0)
+    found, less = (sent(config, workload, MeshConfig(tensor=2, data=8)) for config in (KIMI_K3, alone))
+    gathers = [x.get("all-gather", {}).get("tensor", 0) for x in (found, less)]
+    assert gathers[0] - gathers[1] == 92 * moved * 7168 * 2 / 2
+    assert found["all-reduce"]["tensor" if not moved else "data"] > less["all-reduce"]["tensor" if not moved else "data"]
 
 
 def test_experts_gathered_packed_are_gathered_as_values():

@@ -1,5 +1,6 @@
 """FLOPs of the analytic model against those of compiled steps."""
 
+import dataclasses
 import math
 import re
 from functools import cache
@@ -9,7 +10,7 @@ import jax.numpy as jnp
 import pytest
 
 from k3jax import K3, init_cache, make_mesh
-from k3jax.bench import hlo
+from k3jax.plan import hlo
 from k3jax.config import ModelConfig
 from k3jax.nn.model import init_variables
 from k3jax.plan import products
@@ -124,6 +125,13 @@ def test_flops_of_a_decoding_step():
     attention = [x for x in products.mla(MODEL, products.sizes(MODEL, workload, ONE)) if not x.weight]
     counted = dot_flops(text, loops(workload)) + sum(x.flops for x in attention) * (passed > products.KEY_BLOCK)
     assert sum(products.flops(MODEL, workload, ONE).values()) == pytest.approx(counted, rel=0.03)
+
+
+def test_parts_that_are_not_there_have_no_products():
+    alone, dense = (dataclasses.replace(MODEL, **x) for x in ({"num_shared_experts": 0}, {"first_k_dense_replace": 2}))
+    every = products.flops(MODEL, Train(2, 256), ONE)
+    assert products.flops(alone, Train(2, 256), ONE) == {kind: n for kind, n in every.items() if kind != "shared"}
+    assert not products.flops(dense, Train(2, 256), ONE).keys() & {"shared", "experts", "router", "latents"}
 
 
 def test_rows_of_the_two_exchanges():

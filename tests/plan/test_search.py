@@ -7,6 +7,7 @@ import math
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -178,3 +179,28 @@ def test_the_presets_answer():
 )
 def test_amounts(number, unit, text):
     assert answer.amount(number, unit) == text
+
+
+@pytest.mark.parametrize("workload", [Train(batch=24, sequence=96), Serve("prefill", 8, 4096, 1536)])
+def test_what_is_left_out_of_a_search_is_what_does_not_fit(workload):
+    every = [MeshConfig(*sizes) for sizes in search.factorisations(96, 5)]
+    variants = search.choices(workload)
+    fits = [len(choice) for mesh in every for same, choice in variants if search._fits(KIMI_K3, same, mesh)]
+    found = search.search(KIMI_K3, workload, V5P, 96)
+    assert found.tried == sum(fits) > 0
+    assert found.tried + found.refused == len(every) * sum(len(choice) for _, choice in variants)
+
+
+@pytest.mark.parametrize(
+    "devices, workload",
+    [
+        (2**20, Train()),
+        (720720, Train()),
+        (720720, Train(batch=720720, sequence=2520)),  # as many divisors as can be
+        (1000003, Serve("decode", 1024)),  # a prime
+    ],
+)
+def test_a_search_over_a_million_devices_ends(devices, workload):
+    start = time.process_time()
+    search.search(KIMI_K3, workload, V5P, devices)
+    assert time.process_time() - start < 10

@@ -17,7 +17,7 @@ SOURCE = ROOT / "tests" / "data" / "k3_tiny"
 # The command, in small pieces, which can be killed before its n-th one; it prints those it has written.
 PROCESS = """
 import json, os, signal, sys
-from k3jax import cli
+from k3jax import cli, runtime
 from k3jax.hf import pieces
 from k3jax.train.checkpoint import PieceWriter
 
@@ -33,12 +33,12 @@ def counted(self, path, box, values):
 PieceWriter.write = counted
 code = cli.main(sys.argv[2:])
 print(json.dumps(written))
-sys.exit(code)
+runtime.end(code)
 """
 
 
-def run(destination, kill_at=(-1, -1)):
-    """Exit codes of two processes, and what each has written."""
+def run(destination, kill_at=(-1, -1), of_one=()):
+    """Exit codes of two processes, and what each has written; one has options `of_one`."""
     with socket.socket() as probe:
         probe.bind(("localhost", 0))
         port = probe.getsockname()[1]
@@ -46,7 +46,7 @@ def run(destination, kill_at=(-1, -1)):
     processes = [
         subprocess.Popen(
             [sys.executable, "-c", PROCESS, str(at), "convert", "import", SOURCE, destination, *options]
-            + [f"--processes.index={index}"],
+            + [f"--processes.index={index}", *(of_one if index else ())],
             env=os.environ | {"PYTHONPATH": str(ROOT)},
             stdout=subprocess.PIPE,
         )
@@ -74,3 +74,8 @@ def test_shares_make_a_whole(tmp_path, files, monkeypatch):
     codes, rest = run(tmp_path / "again")
     assert codes == [0, 0] and len(sum(rest, [])) == len(of_all) - begun < len(of_all) - 140
     assert files(tmp_path / "again") == files(tmp_path / "one")
+
+
+def test_options_of_one_alone_are_refused_by_both(tmp_path):
+    assert run(tmp_path / "unlike", of_one=("--experts", "packed"))[0] == [2, 2]
+    assert not (tmp_path / "unlike").exists()

@@ -7,8 +7,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from k3jax.text import ByteTokenizer
 from k3jax.tokens import check_tokens
-from k3jax.train.data import ByteDataset, ByteTokenizer, bigram_nats, find_text, split_files
+from k3jax.train.data import ByteDataset, bigram_nats, find_text, split_files
 
 # One byte a letter: the stream is a b c d e f g h, with documents starting at 0, 3 and 5.
 THREE = [b"abc", b"de", b"fgh"]
@@ -28,23 +29,10 @@ def stack(batches):
     return {key: np.concatenate([batch[key] for batch in batches]) for key in batches[0]}
 
 
-# Bytes as tokens
-
-
-def test_tokenizer_round_trip():
-    ids = ByteTokenizer.encode("aé")
-    assert ids.dtype == np.int32 and ids.tolist() == [97, 0xC3, 0xA9]
-    assert ByteTokenizer.decode(ids) == "aé"
-    assert ByteTokenizer.decode([97, 0xC3]) == "a\ufffd"
-    assert ByteTokenizer.encode(os.fsdecode(b"a\xff")).tolist() == [97, 0xFF]
-
-
 def test_token_outside_vocabulary():
     check_tokens(np.array([0, 255]), 256)
     with pytest.raises(ValueError, match=r"^token id 256 at position \[1, 0\] is outside .* 0 to 255$"):
         check_tokens(np.array([[0, 1], [256, -1]]), 256)
-    with pytest.raises(ValueError, match=r"token id -1 at position \[2\]"):
-        ByteTokenizer.decode([1, 2, -1])
 
 
 # Finding text
@@ -262,3 +250,19 @@ def test_bigram_of_independent_bytes_is_their_entropy():
 def test_bigram_needs_a_target():
     with pytest.raises(ValueError, match="no held-out byte has a predecessor"):
         bigram_nats(ByteDataset(THREE, 4, 1), ByteDataset([b"a"] * 9, 4, 1))
+
+
+def test_what_is_no_regular_file_is_refused_or_left_out(tmp_path, monkeypatch, caplog):
+    (tmp_path / "a.txt").write_text("text")
+    (tmp_path / "link.txt").symlink_to(tmp_path / "nothing")
+    os.mkfifo(tmp_path / "pipe.txt")
+    assert find_text([str(tmp_path)]) == [tmp_path / "a.txt"]  # a walk leaves it out, and says so
+    assert "2 of 3 files" in caplog.text
+    for named in ("pipe.txt", "*.txt"):
+        with pytest.raises(ValueError, match="pipe.txt: is a pipe, must be a regular file or a folder"):
+            find_text([str(tmp_path / named)])
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert find_text(["~/a.txt"]) == [tmp_path / "a.txt"]
+    for empty in ("", " "):
+        with pytest.raises(ValueError, match="data.paths: .* must be the name of a file or folder"):
+            find_text([empty])

@@ -2,6 +2,8 @@
 
 import dataclasses
 import json
+import shutil
+from pathlib import Path
 
 import chex
 import jax
@@ -12,6 +14,8 @@ import k3jax
 from k3jax.run_config import DataConfig, MeshConfig, RunConfig, TrainConfig
 from k3jax.train import loop
 from k3jax.train.checkpoint import Checkpoints
+from k3jax.lock import LOCK, Locked, locked
+from k3jax.train import folder
 from k3jax.train.convert import export_checkpoint, import_checkpoint
 from k3jax.train.step import abstract_state
 
@@ -174,3 +178,117 @@ def test_mistakes_are_named(run, change, message):
     config, result = run
     with pytest.raises(ValueError, match=message):
         loop.train(change(config, result))
+
+
+# ---- whose folder it is ------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def imported(run, tmp_path_factory):
+    path = tmp_path_factory.mktemp("imported")
+    export_checkpoint(run[1].checkpoint, path / "released")
+    import_checkpoint(path / "released", path / "import")
+    return path / "import"
+
+
+def everything(*folders):
+    return {path: path.read_bytes() if path.is_file() else None for folder in folders for path in folder.rglob("*")}
+
+
+@pytest.mark.parametrize(
+    "resume, out, says",
+    [
+        ("run/checkpoints/4", "other", "out=OUT: holds a run or an import that is not the run resumed, resume=RESUME; name a new"),
+        ("run", "other", "out=OUT: holds a run or an import that is not the run resumed"),
+        ("run", "import", "out=OUT: holds a run or an import that is not the run resumed"),
+        ("import", "other", "out=OUT: holds a run or an import that is not the run resumed"),
+        ("import", "import", "out=OUT: holds the import that the run starts from; name a new or empty folder"),
+        (None, "import", "out=OUT: already holds a run; continue it with resume=OUT, or name another folder"),
+        (None, "other", "out=OUT: already holds a run; continue it with resume=OUT, or name another folder"),
+        ("run", "notes", "out=OUT: holds a.txt and 1 more, which is not of a run; name a new or empty folder"),
+        (None, "notes", "out=OUT: holds a.txt and 1 more, which is not of a run; name a new or empty folder"),
+        ("run", "left", "out=OUT: holds what is left of a run without a whole checkpoint; remove it, or name a new"),
+        (None, "left", "out=OUT: holds what is left of a run without a whole checkpoint; remove it, or name a new"),
+    ],
+)
+def test_another_folder_is_refused_untouched(run, imported, tmp_path, resume, out, says):
+    config, result = run
+    folders = {"run": result.plot.parent, "import": imported} | {name: tmp_path / name for name in ("other", "notes", "left")}
+    shutil.copytree(folders["run"], folders["other"])
+    for name, files in {"notes": ("a.txt", "b.txt"), "left": ("metrics.jsonl",)}.items():
+        folders[name].mkdir()
+        for file in files:
+            (folders[name] / file).write_text("{}")
+    if resume is not None:
+        name, _, rest = resume.partition("/")
+        resume = str(folders[name] / rest)
+    before = everything(*folders.values())
+    changed = dataclasses.replace(config, out=str(folders[out]), resume=resume, train=TrainConfig(steps=99, qat=False))
+    with pytest.raises(ValueError) as error:
+        loop.train(changed)
+    assert str(error.value).startswith(says.replace("OUT", changed.out).replace("RESUME", str(resume)))
+    assert everything(*folders.values()) == before
+
+
+def test_what_was_begun_and_holds_nothing_is_begun_again(tmp_path):
+    for begun in ("nothing", "checkpoints"):
+        (tmp_path / begun / "checkpoints").mkdir(parents=True)
+        (tmp_path / begun / "metrics.jsonl").touch()
+        (tmp_path / begun / LOCK).touch()
+    folder.check(str(tmp_path / "nothing"), None, None)
+    folder.check(str(tmp_path / "new"), None, None)
+    (tmp_path / "checkpoints" / "checkpoints" / "4.orbax-checkpoint-tmp").mkdir()
+    with pytest.raises(ValueError, match="holds what is left of a run"):
+        folder.check(str(tmp_path / "checkpoints"), None, None)
+
+
+def spoil(run: Path, what: str) -> Path:
+    """Puts something in the way of a run that goes on; the file at fault."""
+    match what:
+        case "unmarked":
+            shutil.copytree(run / "checkpoints" / "6", run / "checkpoints" / "9")
+            (run / "checkpoints" / "9" / "commit_success.txt").unlink()
+            return run / "checkpoints" / "9"
+        case "numbers":
+            with (run / "metrics.jsonl").open("a") as file:
+                file.write('{"loss": 1}\n')
+            return run / "metrics.jsonl"
+        case _:
+            (run / what).unlink(missing_ok=True)
+            (run / what).mkdir()
+            return run / what
+
+
+@pytest.mark.parametrize("what", ["unmarked", "numbers", "metrics.jsonl", "training.png", "result.json", "result.json.tmp"])
+def test_what_would_stop_a_run_at_its_end_stops_it_at_once(run, tmp_path, what):
+    config, result = run
+    shutil.copytree(result.plot.parent, tmp_path / "run")
+    file = spoil(tmp_path / "run", what)
+    before = everything(tmp_path)
+    train = dataclasses.replace(config.train, steps=99)
+    again = dataclasses.replace(config, out=str(tmp_path / "run"), resume=str(tmp_path / "run/checkpoints/4"), train=train)
+    with pytest.raises(ValueError, match=f"^{file}: "):
+        loop.train(again)
+    assert everything(tmp_path) == before
+
+
+def test_going_back_in_place_says_what_it_discards(run, tmp_path, capsys):
+    config, result = run
+    shutil.copytree(result.plot.parent, tmp_path / "run")
+    (tmp_path / "run" / "export").mkdir()
+    (tmp_path / "run" / "notes.txt").write_text("mine")
+    back = {"resume": str(tmp_path / "run/checkpoints/4"), "train": dataclasses.replace(config.train, steps=5)}
+    loop.train(dataclasses.replace(config, out=str(tmp_path / "run"), mesh=MeshConfig(), **back))
+    first, *_ = capsys.readouterr().err.splitlines()
+    assert first == f"out={tmp_path}/run: goes back to step 4; the later checkpoints (6) are discarded"
+    assert Checkpoints(tmp_path / "run" / "checkpoints").steps() == [4, 5]
+    assert sorted(path.name for path in (tmp_path / "run").iterdir()) == [
+        "checkpoints", "export", "metrics.jsonl", "notes.txt", "result.json", "training.png"
+    ]
+
+
+def test_two_runs_into_one_folder(run, tmp_path):
+    config, _ = run
+    with locked(tmp_path / "run"), pytest.raises(Locked, match=rf"^{tmp_path}/run: process \d+ on \S+ is writing here"):
+        loop.train(dataclasses.replace(config, out=str(tmp_path / "run")))
+    assert not (tmp_path / "run").exists()

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import os
 
 import numpy as np
 import pytest
@@ -112,6 +113,8 @@ def test_split_is_by_content(folder):
         ('{"image": "a.png"}', "pairs.jsonl:1: found .*, must be"),
         ('{"image": "a.png", "text": 3}', "pairs.jsonl:1: found .*, must be"),
         ('{"image": "a.png", "text": "a", "label": 3}', "pairs.jsonl:1: found .*, must be"),
+        ('{"image": "", "text": "a"}', "pairs.jsonl:1: found image '', must be a path"),
+        ('{"image": "a.png", "text": "a", "text": "b"}', r"pairs.jsonl:1: not JSON \(text is listed twice\)"),
         ('{"image": [3], "text": "a"}', "pairs.jsonl:1: found image 3, must be a path"),
         ('{"image": [[]], "text": "a"}', r"pairs.jsonl:1: found image \[\], must be a path"),
         ("", "data.pairs: no pair in"),
@@ -148,3 +151,16 @@ def test_an_image_that_goes_bad_later_is_named(folder):
     (folder / "c.png").write_bytes((folder / "c.png").read_bytes()[:200])
     with pytest.raises(ValueError, match="pairs.jsonl:3: .*c.png: .*truncated"):
         data.batch(0)
+
+
+def test_files_of_a_home_folder_and_files_that_are_none(folder, monkeypatch):
+    monkeypatch.setenv("HOME", str(folder))
+    os.mkfifo(folder / "pipe")
+    (folder / "home.jsonl").write_text('{"image": "~/a.png", "text": "one\u2028line"}\n')
+    (pair,) = find_pairs(["~/home.jsonl"])
+    assert pair.images == (folder / "a.png",) and pair.text == "one\u2028line"
+    assert preprocess("~/a.png", VISION).grid == preprocess(folder / "a.png", VISION).grid
+    with pytest.raises(ValueError, match="data.pairs: .*pipe: .* is a pipe, must be a regular file"):
+        find_pairs([str(folder / "pipe")])
+    with pytest.raises(ValueError, match="pipe: is a pipe, must be a regular file"):
+        preprocess(folder / "pipe", VISION)

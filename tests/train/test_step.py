@@ -240,3 +240,20 @@ def test_only_images_change_what_they_pass_through(monkeypatch, images):
     assert float(new.params["w_proj"]) != 4
     kept = [float(new.params["vision_tower"]["wo"]) == 3, float(new.params["mm_projector"]["proj_0"]) == 2]
     assert kept == [not images] * 2
+
+
+def test_a_model_of_dense_layers_with_one_embedding_trains():
+    """No router, no experts and no head: as a prefix of a model has it, or a small one."""
+    parts = {"num_hidden_layers": 1, "kda_layers": (), "full_attn_layers": (1,)}
+    cfg = dataclasses.replace(MODEL, first_k_dense_replace=1, tie_word_embeddings=True, **parts)
+    config = RunConfig(cfg, train=dataclasses.replace(TRAIN, qat=True, capacity_drop=True, weight_decay=0.1))
+    config.validate()
+    mesh = k3jax.make_mesh()
+    with jax.set_mesh(mesh):
+        state, shardings = training.init_state(config, mesh)
+        assert state.router == {} and "lm_head" not in state.params
+        before = jax.device_get(state.params["embed_tokens"])
+        new, metrics = make_train_step(config, shardings)(state, packed_batch())
+    assert float(metrics["expert_load"]) == 1 and int(metrics["dropped"]) == 0 and new.router == {}
+    changed = np.any(np.asarray(new.params["embed_tokens"]) != before, axis=1)
+    assert changed.all()  # as the head's rows are, with tokens that are not in the batch

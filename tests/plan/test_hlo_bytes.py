@@ -5,8 +5,8 @@ import jax.numpy as jnp
 import pytest
 from jax import lax
 
-from k3jax.bench import hlo
-from k3jax.bench.hlo_bytes import Access, accessed
+from k3jax.plan import hlo
+from k3jax.plan.hlo_bytes import Access, accessed
 
 # A loop as the TPU compiler writes it, which does not say how often it runs: three layers' slices of a stack [3,8,128] are
 # read, a row of a table [16,128] written in place, and a kernel says itself what it reads. S(1) is beside the cores.

@@ -6,7 +6,7 @@ import pytest
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
-from k3jax.bench.hlo import Collective, collectives, sent_by_kind
+from k3jax.plan.hlo import Collective, collectives, sent_by_kind
 from k3jax.sharding import make_mesh
 
 FLOATS = 12  # a device's part of the operand, 48 bytes

@@ -9,7 +9,7 @@ import re
 from functools import cache
 from typing import NamedTuple
 
-from k3jax.bench import hlo
+from k3jax.plan import hlo
 
 # What moves nothing by itself.
 _FREE = set(
