@@ -115,8 +115,8 @@ def enlarged(images: Images, rows: int, room: int, cfg: VisionConfig) -> Images:
 def widen(cfg: VisionConfig, tokens, grids, mask=None, segment_ids=None):
     """Repeats every placeholder of tokens [B,T] as often as its image has tokens; images in reading order.
 
-    A row that ends shorter than the longest is filled up with padding, of a token that is no placeholder: on the right with `segment_ids` or where its
-    mask ends with padding, else on the left.
+    A row that ends shorter than the longest is filled up with padding, of a token that is no placeholder: on the right
+    with `segment_ids` or where its mask ends with padding, else on the left.
 
     Returns:
         tokens, mask, segment_ids [B,T'] (None where not given and not needed) and images of each row [B], as numpy.
