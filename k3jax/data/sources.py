@@ -81,6 +81,11 @@ def files_of(entry: str, key: str = "data.paths") -> list[Path]:
     return once(file for match in matches for file in (_walk(match) if os.path.isdir(match) else [Path(match)]))
 
 
+def regular_files_of(entry: str, key: str = "data.paths") -> list[Path]:
+    """`files_of` without pipes in folders and links to nothing."""
+    return [file for file in files_of(entry, key) if file.is_file()]
+
+
 def once(files: Iterable[Path]) -> list[Path]:
     """Sorted, each file under the first of its names."""
     by_identity = {os.path.realpath(file): file for file in sorted(files, reverse=True)}
@@ -91,8 +96,7 @@ def _walk(folder: str, skip: Iterable[str] = ()) -> Iterator[Path]:
     skip = {"__pycache__", *skip}
     for parent, folders, names in os.walk(folder):
         folders[:] = [name for name in folders if name not in skip and not name.startswith(".")]
-        files = (Path(parent, name) for name in names if not name.startswith("."))
-        yield from (file for file in files if file.is_file())  # not a pipe, nor a link to nothing
+        yield from (Path(parent, name) for name in names if not name.startswith("."))
 
 
 def kind_of(file: str | Path) -> str:

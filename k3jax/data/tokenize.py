@@ -83,7 +83,7 @@ def tokenize(
     for path in paths:
         if is_corpus(path):
             raise ValueError(f"{key}: {path} is a tokenised corpus already")
-    found = [(path, sources.files_of(path, key)) for path in paths]
+    found = [(path, sources.regular_files_of(path, key)) for path in paths]
     made = corpus_key(found, tokenizer, encoding, held_out)
     _may_be_written(out, made)
     out.mkdir(parents=True, exist_ok=True)
