@@ -25,6 +25,7 @@ from k3jax.data.encoding import Encoding, open_tokenizer
 from k3jax.data.open import open_packed
 from k3jax.data.packed import PackedDataset
 from k3jax.data.sources import kind_of, regular_files_of
+from k3jax.data.tokenize import bar
 from k3jax.lock import claimed
 from k3jax.nn.model import K3, init_variables
 from k3jax.ops import mx
@@ -88,17 +89,11 @@ def _open_data(config: RunConfig) -> tuple[RowDataset | PackedDataset, RowDatase
     data = config.data
     if not data.pairs and not _is_byte_stream(data):
         open_tokenizer(data.tokenizer, config.model.vocab_size)
-        return open_packed(
-            data.paths,
-            data.tokenizer,
-            encoding(data),
-            data.batch_size,
-            data.seed,
-            data.weights,
-            data.held_out,
-            data.held_out_paths,
-            workers=os.cpu_count() or 1,
-        )
+        options = {name: getattr(data, name) for name in ("batch_size", "seed", "weights", "held_out", "held_out_paths")}
+        with bar() as report:
+            return open_packed(
+                data.paths, data.tokenizer, encoding(data), **options, workers=os.cpu_count() or 1, report=report
+            )
     if config.model.vocab_size < ByteDataset.vocab_size:
         raise ValueError(
             f"model.vocab_size={config.model.vocab_size}: must be at least {ByteDataset.vocab_size}, one token a byte"
