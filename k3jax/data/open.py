@@ -66,7 +66,7 @@ def open_corpora(
             continue
         found = [(path, sources.regular_files_of(path, key))]
         folder = _cache() / corpus_key(found, tokenizer, encoding, held_out)[:32]
-        corpora.append(tokenize(folder, [path], tokenizer, encoding, held_out, workers, report, key))
+        corpora.append(tokenize(folder, [path], tokenizer, encoding, held_out, workers, report, key, wait=True))
     return corpora
 
 

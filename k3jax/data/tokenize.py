@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import fcntl
 import hashlib
 import json
 import multiprocessing
@@ -26,9 +25,10 @@ from tqdm import tqdm
 
 from k3jax import text
 from k3jax.data import sources
-from k3jax.data.corpus import SIDES, Corpus, ShardWriter, is_corpus, open_corpus, write_index
+from k3jax.data.corpus import INDEX, SIDES, Corpus, ShardWriter, is_corpus, open_corpus, write_index
 from k3jax.data.encoding import Encoder, Encoding, open_tokenizer
 from k3jax.data.packing import Packer
+from k3jax.lock import LOCK, locked
 
 _PART_BYTES = (4 << 20, 1 << 30)  # least and most input of a part
 _PARTS = 256  # of a source, if they are between these
@@ -65,6 +65,7 @@ def tokenize(
     workers: int = 1,
     report: Callable[[int, int], None] = lambda done, total: None,
     key: str = "data.paths",
+    wait: bool = False,
 ) -> Corpus:
     """Writes the folder `out`, one source for each of `paths`; goes on where the same call was stopped, by whatever.
 
@@ -75,6 +76,7 @@ def tokenize(
         workers: Processes.
         report: Called with the bytes of input that are done, and all of them.
         key: What complaints call `paths`.
+        wait: Until no other command writes the folder; without, that is a complaint.
 
     Raises:
         ValueError: one line, for sources that hold no data, a record that is none (file and line), or a folder of something else.
@@ -88,8 +90,7 @@ def tokenize(
     found = [(path, sources.regular_files_of(path, key)) for path in paths]
     made = corpus_key(found, tokenizer, encoding, held_out)
     _may_be_written(out, made)
-    out.mkdir(parents=True, exist_ok=True)
-    with _alone(out):
+    with locked(out, wait):
         if is_corpus(out):
             _may_be_written(out, made)
             return open_corpus(out)
@@ -157,15 +158,7 @@ def _may_be_written(out: Path, made: str) -> None:
 
 
 def _ours(entry: Path) -> bool:
-    return entry.name.isdecimal() or entry.name in (".lock", "tokenizer", "corpus.json.part")
-
-
-@contextlib.contextmanager
-def _alone(folder: Path) -> Iterator[None]:
-    """Waits until no other process of this machine writes the folder."""
-    with open(folder / ".lock", "w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        yield
+    return entry.name.isdecimal() or entry.name in (LOCK, "tokenizer", f"{INDEX}.part")
 
 
 class _Source:

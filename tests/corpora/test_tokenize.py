@@ -6,6 +6,7 @@ import random
 import signal
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import numpy as np
@@ -15,6 +16,7 @@ from k3jax.data import tokenize as module
 from k3jax.data.corpus import INDEX, from_record, open_corpus
 from k3jax.data.encoding import Encoding, open_tokenizer
 from k3jax.data.tokenize import tokenize
+from k3jax.lock import locked
 
 ROOT = Path(__file__).parents[2]
 ROWS = Encoding(1024)
@@ -33,8 +35,8 @@ def write(path, records):
 
 
 def content(folder):
-    """Every file of a corpus but the lock."""
-    return {str(f.relative_to(folder)): f.read_bytes() for f in sorted(folder.rglob("*")) if f.is_file() and f.name != ".lock"}
+    """Every file of a corpus."""
+    return {str(f.relative_to(folder)): f.read_bytes() for f in sorted(folder.rglob("*")) if f.is_file()}
 
 
 def texts(corpus, side):
@@ -134,6 +136,19 @@ def test_a_folder_of_something_else_is_left_alone(lines, marked, tmp_path):
         tokenize(tmp_path / "out", [str(lines)], marked, Encoding(128))
     with pytest.raises(ValueError, match="data.paths: .*out is a tokenised corpus already"):
         tokenize(tmp_path / "other", [str(corpus.folder)], marked, ROWS)
+
+
+def test_a_folder_has_one_writer(lines, marked, tmp_path):
+    out, others = tmp_path / "out", []
+    with locked(out):
+        with pytest.raises(ValueError, match="out: process .* is writing here"):
+            tokenize(out, [str(lines)], marked, ROWS)
+        waiting = threading.Thread(target=lambda: others.append(tokenize(out, [str(lines)], marked, ROWS, wait=True)))
+        waiting.start()
+        waiting.join(0.3)
+        assert waiting.is_alive() and not others
+    waiting.join(60)
+    assert others and len(others[0].rows("train")[0]) > 0
 
 
 # What is held out
