@@ -43,9 +43,9 @@ class Train:
     """Python file that defines `config`, a k3jax.run_config.RunConfig."""
 
     def run(self, overrides: Sequence[str]) -> None:
-        from k3jax import run_config
+        from k3jax import settings
 
-        config = run_config.apply_overrides(run_config.load_config(self.config), overrides)
+        config = settings.apply_overrides(settings.load_config(self.config), overrides)
         mistake = None
         try:
             config.validate()
@@ -196,7 +196,7 @@ def _parse(argv: list[str]):
         if stop.code:
             raise ValueError(_condense(complaint.getvalue())) from None
         if argv[:1] == ["train"]:
-            from k3jax.run_config import print_settings
+            from k3jax.settings import print_settings
 
             print_settings()
         return None, ()

@@ -201,10 +201,10 @@ class BenchStep:
             ("decode-batch", self.decode_batch, 0 <= self.decode_batch <= MOST_ROWS, most),
             writable("out", self.out),
         )
-        from k3jax import run_config
+        from k3jax import run_config, settings
 
-        path = self.config or run_config.CONFIGS / "midsize.py"
-        config = run_config.apply_overrides(run_config.load_config(path), overrides)
+        path = self.config or settings.CONFIGS / "midsize.py"
+        config = settings.apply_overrides(settings.load_config(path), overrides)
         dataclasses.replace(config, mesh=run_config.MeshConfig(), cpu_devices=0).validate()
         _compile_anew()
         from k3jax.bench import step
@@ -230,12 +230,12 @@ class BenchStrategies:
 
     def run(self, overrides: Sequence[str] = ()) -> None:
         check(*rounds(steps=self.steps), writable("out", self.out))
-        from k3jax import run_config, runtime
+        from k3jax import run_config, runtime, settings
 
-        path = self.config or run_config.CONFIGS / "quickstart.py"
-        config = run_config.apply_overrides(run_config.load_config(path), overrides)
-        names = self.strategies.split(",") if self.strategies else run_config.strategy_names()
-        meshes = {name: run_config.load_strategy(name) for name in names}
+        path = self.config or settings.CONFIGS / "quickstart.py"
+        config = settings.apply_overrides(settings.load_config(path), overrides)
+        names = self.strategies.split(",") if self.strategies else settings.strategy_names()
+        meshes = {name: settings.load_strategy(name) for name in names}
         if config.processes.count > 1:
             raise ValueError(f"processes.count={config.processes.count}: must be 1 in a benchmark")
         dataclasses.replace(config, mesh=run_config.MeshConfig(), cpu_devices=0).validate()

@@ -118,7 +118,7 @@ class Synthesize:
             ("num-experts", self.num_experts, experts, f"from 1 to {MOST_EXPERTS:,}"),
             _bytes("shard-gb", self.shard_gb, 10**9),
         )
-        from k3jax.run_config import load_model
+        from k3jax.settings import load_model
 
         cfg = load_model(self.config)
         cfg = cfg if self.layers is None else cfg.first_layers(self.layers)
