@@ -5,6 +5,7 @@ import json
 import math
 import os
 import re
+import resource
 import shutil
 import subprocess
 import sys
@@ -25,6 +26,7 @@ from k3jax import cli, run_config, runtime
 from k3jax.cli.bench import BenchKda
 from k3jax.config import ModelConfig, VisionConfig
 from k3jax.hf.inspect import Report
+from k3jax.lock import LOCK, locked
 from k3jax.run_config import DataConfig, MeshConfig, ProcessesConfig, RunConfig, TrainConfig
 from k3jax.settings import STRATEGIES, apply_overrides, load_config, load_strategy, strategy_names
 
@@ -758,3 +760,63 @@ def test_setup_after_jax_started():
     count = len(jax.devices())
     with pytest.raises(ValueError, match=f"cpu_devices=5: JAX already runs on {count} devices"):
         runtime.setup(5)
+
+
+# ---- the end of a command that failed ----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "line, says",
+    [
+        ("train --config none.py", "none.py: no such file"),
+        ("generate none --prompt a", "none: no such folder"),
+        ("inspect none", "none: no such file"),
+        ("convert export none out", "none: no such folder"),
+        ("convert synthesize CONFIG file --layers 2", "file: already exists; choose a new or empty folder"),
+        ("convert synthesize CONFIG file/out --layers 2", "file/out: cannot be written (Not a directory)"),
+        ("convert import RELEASED file", "file: cannot be written (not a folder)"),
+        ("convert import RELEASED file/out", "file/out: cannot be written (Not a directory)"),
+        ("convert import RELEASED notes", "notes: already holds a.txt; choose a new or empty folder"),
+        ("convert import RELEASED held", "held: process HOLDER is writing here; wait for it, or name another folder"),
+        ("plan --devices 0", "--devices 0: must be at least 1"),
+        ("bench kda --tokens 0", "--tokens 0: must be a positive multiple of 64"),
+    ],
+)
+def test_a_command_that_failed_ends(refusal, tmp_path, line, says):
+    data = ROOT / "tests" / "data" / "k3_tiny"
+    (tmp_path / "file").touch()
+    (tmp_path / "notes").mkdir()
+    (tmp_path / "notes" / "a.txt").touch()
+    with locked(tmp_path / "held"):
+        words = line.replace("RELEASED", str(data)).replace("CONFIG", str(data / "config.json")).split()
+        found = refusal(*words, cwd=tmp_path)
+        left = sorted(str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*"))
+    assert re.search(re.escape(says).replace("HOLDER", rf"{os.getpid()} on \S+"), found), found
+    assert left == ["file", "held", f"held/{LOCK}", "notes", "notes/a.txt"]
+
+
+FULL = """
+import errno, os, sys
+from k3jax import cli
+
+def full(*_):
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+os.fsync = os.fdatasync = full
+cli.command()
+"""
+
+
+@pytest.mark.parametrize("limit", [0, 3000])
+def test_an_import_that_finds_no_room_ends_with_one_line(tmp_path, limit):
+    """No file can be written at all, or none above a size: then one of many writes of Orbax fails while others are under way."""
+    command = [sys.executable, "-c", FULL, "convert", "import", str(ROOT / "tests/data/k3_tiny"), str(tmp_path / "out")]
+    setting = (lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))) if limit else None
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "K3JAX_CACHE": str(tmp_path / "cache")}
+    started = time.monotonic()
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, preexec_fn=setting, timeout=100)
+    assert done.returncode == 2 and done.stdout == ""
+    said = done.stderr.splitlines()
+    assert [line for line in said if "compiled programs" not in line][0].startswith("error: ") and len(said) <= 2, done.stderr
+    assert re.search(r"out: writing failed \(.*\); [0-9]+ bytes of disk are needed", done.stderr)
+    assert time.monotonic() - started < 60

@@ -23,6 +23,8 @@ DAMAGES = {
     "removed": lambda file: file.unlink(),
     "folder": lambda file: (file.unlink(), file.mkdir()),
 }
+# What Orbax had begun to read when something failed; commands do not show it, and pytest has filters of its own.
+pytestmark = pytest.mark.filterwarnings("ignore:coroutine '_read_array_index_and_device_put' was never awaited:RuntimeWarning")
 TIMES = ("_CHECKPOINT_METADATA", "commit_success.txt", "identity", LOCK)  # when, and from which files, it was made
 
 
@@ -133,7 +135,7 @@ def test_damage_is_named_or_does_not_matter(made, outcome, tmp_path, kind, patte
         """What the commands give for the undamaged folder, and for its older checkpoint."""
         for source in whole:
             shutil.rmtree(out, ignore_errors=True)
-            yield outcome(commands(kind, made, source, out)[name], out, source)
+            yield outcome(commands(kind, made, source, out)[name], out, made / kind)
 
     rights = {}
     number = small_files(kind).index(pattern)
@@ -143,18 +145,21 @@ def test_damage_is_named_or_does_not_matter(made, outcome, tmp_path, kind, patte
         spoil(file)
         before = contents(folder)
         names = list(reading := commands(kind, made, folder, out))
-        for name in names if every or kind == "export" else {names[turn % len(names)], names[-1]}:
+        if not every and kind != "export":
+            names = names[-1:] if file.parent == folder else [names[turn % len(names)], names[-1]]
+        for name in names:
             argv = reading[name]
             shutil.rmtree(out, ignore_errors=True)
             found = outcome(argv, out, folder)
             assert contents(folder) == before, (damage, name)
             if isinstance(found, str):
-                at = file if damage not in ("removed", "folder") and "/d/" not in pattern else file.parent
-                assert str(at).removesuffix("/state/d") in found or str(folder) + ":" in found, (damage, name, found)
+                named = [f"{file}: ", f"{file.name}: ", f"{folder}: "]  # or the step, of a mark and of what holds the values
+                named += [f"{folder}/checkpoints/2: "] * ("ocdbt" in pattern or "/d/" in pattern or "commit" in pattern)
+                assert any(name in found for name in named), (damage, name, found)
                 if kind == "run" and "checkpoints/2/" in found and "whole checkpoint" not in found:
                     assert f"an older checkpoint is whole: resume={folder}/checkpoints/1" in found
                 assert len(found) < 700
-                assert not out.exists(), (damage, name)
+                assert name == "export" or not out.exists(), (damage, name)  # what an export has begun can be gone on with
             elif kind != "export" or name != "inspect":  # whose report says what is wrong
                 rights[name] = rights.get(name) or list(right(name))
                 assert found in rights[name], (damage, name)

@@ -17,6 +17,7 @@ import re
 import shutil
 import stat
 import sys
+import warnings
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
@@ -39,19 +40,22 @@ logging.getLogger("absl").addFilter(lambda record: f"{os.sep}orbax{os.sep}" not 
 
 
 def _without_echoes(hook):
-    """`sys.unraisablehook` without what TensorStore says of reads and writes that Orbax no longer waits for.
+    """`sys.unraisablehook` without what comes of reads and writes that Orbax no longer waits for.
 
     When one of many fails, Orbax closes the event loop that all of them report to; the failure itself is raised.
     """
 
     def told(unraisable):
-        if not (isinstance(unraisable.exc_value, RuntimeError) and str(unraisable.exc_value) == "Event loop is closed"):
+        closed = isinstance(unraisable.exc_value, RuntimeError) and str(unraisable.exc_value) == "Event loop is closed"
+        code = getattr(unraisable.object, "cr_code", None)  # of a coroutine
+        if not closed and f"{os.sep}orbax{os.sep}" not in getattr(code, "co_filename", ""):
             hook(unraisable)
 
     return told
 
 
 sys.unraisablehook = _without_echoes(sys.unraisablehook)
+warnings.filterwarnings("ignore", "coroutine '_read_array_index_and_device_put' was never awaited", RuntimeWarning)
 
 _TEMPORARY = ".orbax-checkpoint-tmp"  # suffix of a step that is not whole
 _LATE_MS = 3_600_000  # a process that died is noticed by its heartbeat; one that compiles for long is waited for
@@ -452,17 +456,17 @@ def _unreadable(path: Path, reason: str) -> str:
     """Why a step cannot be read: the file at fault, where that is one of the small ones beside the arrays."""
     arrays = path / _ARRAYS
     notes = [path / _COMMITTED[0], arrays / "_METADATA", arrays / "_sharding", *sorted(arrays.glob("*/process_*"))]
-    for file in (*notes, *sorted(arrays.glob("*/zarr.json"))):
+    for file in (*notes, *(values.with_name("zarr.json") for values in sorted(arrays.glob("*/c")))):
         try:
             what = "no JSON object" * (not isinstance(json.loads(file.read_bytes()), dict))
         except FileNotFoundError:
-            what = "missing" * (file.name == "_METADATA")  # of the others a step need not have all
+            what = "missing" * (file.name in ("_METADATA", "zarr.json"))  # of the others a step need not have all
         except (OSError, ValueError, RecursionError) as error:
             what = " ".join(str(error.strerror if isinstance(error, OSError) else error).split())
         if what:
             return f"{file}: damaged ({what})"
     for file in (arrays / "manifest.ocdbt", *sorted((arrays / "d").glob("*"))):
-        if not _size(file) and not any(arrays.glob("*/zarr.json")):
+        if not _size(file) and not any(arrays.glob("*/c")):
             return f"{file}: missing or empty"
     return f"{path}: cannot be read ({reason})"
 
