@@ -21,7 +21,8 @@ from typing import Any, Literal
 
 import tyro
 
-from k3jax.config import LARGEST, MX_BLOCK, ModelConfig, shown
+from k3jax.checks import LARGEST, shown
+from k3jax.config import MX_BLOCK, ModelConfig
 from k3jax.paths import check_kind, expand
 from k3jax.values import FLAGS, AnyText, PathText, Seed, expand_paths, hints, parse, unfit
 
