@@ -364,7 +364,7 @@ def test_plan_ends_with_2_after_its_table_where_a_strategy_does_not_fit(capsys):
         ("generate a --prompt b --experts x", "invalid choice 'x' for argument '--experts'"),
         ("generate a --prompt b --top-p 0", "--top-p 0.0: must be above 0 and at most 1"),
         ("generate a --prompt b --max-tokens 0", "--max-tokens 0: must be at least 1"),
-        ("bench", "Expected one of {convert, kda, moe, step, strategies}."),
+        ("bench", "Expected one of {convert, data, kda, moe, step, strategies}."),
         ("bench convert --folder none", "--folder none: must be a folder that exists"),
         ("bench convert --gib -1", "--gib -1.0: must be 0 or more"),
         ("bench convert --repeats 0", "--repeats 0: must be from 1 to 10,000"),

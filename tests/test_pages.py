@@ -14,7 +14,7 @@ from k3jax import cli, run_config
 from k3jax.run_config import apply_overrides, load_config
 
 ROOT = Path(__file__).parents[1]
-PARTS = ("ops", "nn", "train", "hf", "serve", "plan", "bench", "vision", "text", "chat")
+PARTS = ("ops", "nn", "train", "hf", "serve", "plan", "bench", "vision", "text", "chat", "data")
 PAGES = [Path("README.md"), *(Path("k3jax", part, "README.md") for part in PARTS)]
 PAGES += [Path(folder, "README.md") for folder in ("configs", "launch")]
 

@@ -55,7 +55,7 @@ class Import:
 
         options = {"experts": self.experts, "layers": self.layers, "memory": int(self.memory_gib * 2**30)}
         with runtime.ending_together():
-            runtime.agree(runtime.versions() | {"layers": self.layers, "experts": self.experts})
+            runtime.agree(runtime.versions() | options | {"allow-nonfinite": self.allow_nonfinite})
             convert.import_checkpoint(self.source, self.destination, allow_nonfinite=self.allow_nonfinite, **options)
 
 

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
@@ -69,7 +67,7 @@ class Tokenize(_Reading):
         options = self.options(self.paths)
         from k3jax.data import inspect, tokenize
 
-        with _bar() as report:
+        with tokenize.bar() as report:
             tokenize.tokenize(self.out, self.paths, **options, report=report)
         print(inspect.report(self.out))
 
@@ -107,31 +105,18 @@ class Show(_Reading):
     def run(self) -> None:
         options = self.options(self.paths)
         check(*at_least(1, rows=self.rows))
-        from k3jax.data import corpus, inspect, open as data
+        from k3jax.data import corpus, inspect, tokenize
+        from k3jax.data.open import open_corpora
 
         color = self.color == "always" or (self.color == "auto" and sys.stdout.isatty())
         for path in self.paths:
             if corpus.is_corpus(path):
                 found = corpus.open_corpus(path)
             else:
-                with _bar() as report:
-                    (found,) = data.open_corpora([path], **options, report=report)
+                with tokenize.bar() as report:
+                    (found,) = open_corpora([path], **options, report=report)
             for text in inspect.show(found, self.side, self.rows, self.seed, color):
                 print(text)
-
-
-@contextmanager
-def _bar() -> Iterator[Callable[[int, int], None]]:
-    """Shows, in a terminal, how much of the input is done."""
-    from tqdm import tqdm
-
-    with tqdm(unit="B", unit_scale=True, disable=None, leave=False) as bar:
-
-        def report(done: int, total: int) -> None:
-            bar.total = total
-            bar.update(done - bar.n)
-
-        yield report
 
 
 @dataclass(frozen=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -52,6 +53,17 @@ class Tokens(NamedTuple):
     bytes: int  # UTF-8 bytes of the learnt text
 
 
+class _Quick:
+    """A tokenizer that knows the ids of short texts that it has met: tags are made of the same few words."""
+
+    def __init__(self, tokenizer: Tokenizer):
+        self.marker, self._long = tokenizer.marker, tokenizer.encode
+        self._short = functools.lru_cache(4096)(tokenizer.encode)
+
+    def encode(self, text: str) -> np.ndarray:
+        return self._short(text) if len(text) <= 16 else self._long(text)
+
+
 class Encoder:
     """Turns documents into pieces that fit a row each, and counts those left out, by reason, in `skipped`."""
 
@@ -59,6 +71,7 @@ class Encoder:
         self.tokenizer, self.encoding = tokenizer, encoding
         self.most = encoding.seq_len + 1  # tokens of a row that holds one document
         self.skipped: Counter[str] = Counter()
+        self._quick = _Quick(tokenizer)
         end = tokenizer.markers.get(END_OF_TEXT)
         self._end = np.array([] if end is None else [end], np.int32)
 
@@ -94,15 +107,16 @@ class Encoder:
         except ValueError as error:
             raise ValueError(f"{document.where()}: {error}") from None  # finding the line takes a while
         pieces = chat.encode(messages, tools, self.encoding.thinking, learn=self.encoding.learn)
-        groups = [(group[0].message, self._group(group)) for group in chat.by_message(pieces)]
-        if sum(len(tokens.ids) for _, tokens in groups) > self.most:
-            if self.encoding.long == "skip":
-                self.skipped["too long"] += 1
-                return
-            groups = self._last(groups, messages)
-        parts = [tokens for _, tokens in groups]
-        ids, learnt = (np.concatenate([tokens[i] for tokens in parts])[: self.most] for i in (0, 1))
-        yield Tokens(ids, learnt, sum(tokens.bytes for tokens in parts))
+        whole = self._group(pieces)
+        if len(whole.ids) <= self.most:
+            yield whole
+        elif self.encoding.long == "skip":
+            self.skipped["too long"] += 1
+        else:
+            groups = [(group[0].message, self._group(group)) for group in chat.by_message(pieces)]
+            kept = [tokens for _, tokens in self._last(groups, messages)]
+            ids, learnt = (np.concatenate([tokens[i] for tokens in kept])[: self.most] for i in (0, 1))
+            yield Tokens(ids, learnt, sum(tokens.bytes for tokens in kept))
 
     def _last(self, groups: list[tuple[int, Tokens]], messages: Sequence[dict]) -> list[tuple[int, Tokens]]:
         """What stands before the messages and as many of the last ones as fit, at least one."""
@@ -117,6 +131,6 @@ class Encoder:
         return head + groups[min(kept, len(groups) - 1) :]
 
     def _group(self, pieces: Sequence[chat.Piece]) -> Tokens:
-        ids, learnt = chat.ids(pieces, self.tokenizer)
+        ids, learnt = chat.ids(pieces, self._quick)
         size = sum(len(to_bytes(piece.text)) for piece in pieces if piece.learnt and not piece.marker)
         return Tokens(ids, learnt, size)

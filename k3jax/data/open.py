@@ -64,7 +64,7 @@ def open_corpora(
             corpora.append(open_corpus(path))
             check_corpus(corpora[-1], tokenizer, encoding)
             continue
-        found = [(path, sources.files_of(path, key))]
+        found = [(path, sources.regular_files_of(path, key))]
         folder = _cache() / corpus_key(found, tokenizer, encoding, held_out)[:32]
         corpora.append(tokenize(folder, [path], tokenizer, encoding, held_out, workers, report, key))
     return corpora

@@ -33,11 +33,12 @@ _LINE_BYTES = 1 << 16  # a line's end is looked for so far, then text is cut aft
 
 
 class Span(NamedTuple):
-    """Bytes `begin` to `end` of a file; row groups of a Parquet file."""
+    """Bytes `begin` to `end` of a file, row groups of a Parquet file; `size` is its share of the file's bytes."""
 
     file: str
     begin: int
     end: int
+    size: int
 
 
 @dataclass(frozen=True)
@@ -81,6 +82,11 @@ def files_of(entry: str, key: str = "data.paths") -> list[Path]:
     return once(file for match in matches for file in (_walk(match) if os.path.isdir(match) else [Path(match)]))
 
 
+def regular_files_of(entry: str, key: str = "data.paths") -> list[Path]:
+    """`files_of` without pipes in folders and links to nothing."""
+    return [file for file in files_of(entry, key) if file.is_file()]
+
+
 def once(files: Iterable[Path]) -> list[Path]:
     """Sorted, each file under the first of its names."""
     by_identity = {os.path.realpath(file): file for file in sorted(files, reverse=True)}
@@ -91,8 +97,7 @@ def _walk(folder: str, skip: Iterable[str] = ()) -> Iterator[Path]:
     skip = {"__pycache__", *skip}
     for parent, folders, names in os.walk(folder):
         folders[:] = [name for name in folders if name not in skip and not name.startswith(".")]
-        files = (Path(parent, name) for name in names if not name.startswith("."))
-        yield from (file for file in files if file.is_file())  # not a pipe, nor a link to nothing
+        yield from (Path(parent, name) for name in names if not name.startswith("."))
 
 
 def kind_of(file: str | Path) -> str:
@@ -105,27 +110,25 @@ def parts_of(files: Iterable[str | Path], size: int) -> list[list[Span]]:
     """Spans of files, in order, in parts of about `size` bytes: what one worker reads, packs and writes at a time."""
     parts, room = [[]], size
     for span in (span for file in files for span in _spans(str(file), size)):
-        weight = os.path.getsize(span.file) if kind_of(span.file) in ("jsonl.gz", "parquet") else span.end - span.begin
-        if parts[-1] and weight > room:
+        if parts[-1] and span.size > room:
             parts.append([])
             room = size
         parts[-1].append(span)
-        room -= weight
+        room -= span.size
     return [part for part in parts if part]
 
 
 def _spans(file: str, size: int) -> Iterator[Span]:
     total, kind = os.path.getsize(file), kind_of(file)
     if kind == "parquet":
-        groups = _parquet(file).num_row_groups
-        step = max(1, groups * size // max(total, 1))
-        total = groups
+        units = _parquet(file).num_row_groups
+        step = max(1, units * size // max(total, 1))
     else:
-        step = {"jsonl": size, "jsonl.gz": max(total, 1), "text": TEXT_BYTES}[kind]
-        if kind == "text" and total < 2 * TEXT_BYTES:
-            step = max(total, 1)
-    for begin in range(0, total, step):
-        yield Span(file, begin, min(begin + step, total))
+        units = total
+        step = {"jsonl": size, "jsonl.gz": total, "text": total if total < 2 * TEXT_BYTES else TEXT_BYTES}[kind]
+    for begin in range(0, units, max(step, 1)):
+        end = min(begin + step, units)
+        yield Span(file, begin, end, total * end // units - total * begin // units)
 
 
 def documents(span: Span) -> Iterator[Document | None]:
@@ -140,7 +143,7 @@ def documents(span: Span) -> Iterator[Document | None]:
 
 def _texts(span: Span) -> Iterator[Document | None]:
     with open(span.file, "rb") as stream:
-        begin, end = (_boundary(stream, at) for at in span[1:])
+        begin, end = (_boundary(stream, at) for at in (span.begin, span.end))
         stream.seek(begin)
         data = stream.read(end - begin)
     if data:

@@ -22,6 +22,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from tqdm import tqdm
+
 from k3jax import text
 from k3jax.data import sources
 from k3jax.data.corpus import SIDES, Corpus, ShardWriter, is_corpus, open_corpus, write_index
@@ -83,12 +85,13 @@ def tokenize(
     for path in paths:
         if is_corpus(path):
             raise ValueError(f"{key}: {path} is a tokenised corpus already")
-    found = [(path, sources.files_of(path, key)) for path in paths]
+    found = [(path, sources.regular_files_of(path, key)) for path in paths]
     made = corpus_key(found, tokenizer, encoding, held_out)
     _may_be_written(out, made)
     out.mkdir(parents=True, exist_ok=True)
     with _alone(out):
         if is_corpus(out):
+            _may_be_written(out, made)
             return open_corpus(out)
         total = sum(file.stat().st_size for _, files in found for file in files)
         with _Workers(tokenizer, workers) as pool:
@@ -118,6 +121,18 @@ def tokenize(
             if file.relative_to(out).as_posix() not in named:
                 file.unlink()  # what parts had counted, and what earlier calls left
     return open_corpus(out)
+
+
+@contextlib.contextmanager
+def bar() -> Iterator[Callable[[int, int], None]]:
+    """A `report` that shows, in a terminal, how much of the input is done."""
+    with tqdm(unit="B", unit_scale=True, disable=None, leave=False, desc="tokenising") as shown:
+
+        def report(done: int, total: int) -> None:
+            shown.total = total
+            shown.update(done - shown.n)
+
+        yield report
 
 
 def corpus_key(found, tokenizer, encoding: Encoding, held_out: float) -> str:
@@ -201,7 +216,7 @@ class _Source:
         key = _hash([self._made, dataclasses.asdict(split)])
         jobs = [_Job(spans, split, self._encoding, self._folder, i, key) for i, spans in enumerate(self._parts)]
         results: dict[int, dict] = {job.number: done for job in jobs if (done := _done(job))}
-        weights = [sum(span.end - span.begin for span in job.spans) for job in jobs]
+        weights = [sum(span.size for span in job.spans) for job in jobs]
         finished = sum(weights[number] for number in results)
         report(finished)
         for job, result in self._pool.map([job for job in jobs if job.number not in results]):

@@ -111,7 +111,7 @@ def generate_tokens(
     for n, key in enumerate(jax.random.split(jax.random.key(seed), max_tokens)):
         token, cache = advance(variables, tokens, mask, cache, key, packed)
         if int(token[0]) < 0:
-            raise ValueError(f"logits: found NaN or infinite ones for token {n}: the weights hold such values, or overflow")
+            raise ValueError(f"logits: found NaN or infinite ones for token {n}: weights hold such values, or overflow")
         if int(token[0]) in cfg.stop_ids:
             return
         yield int(token[0])

@@ -69,14 +69,14 @@ def import_checkpoint(
     Raises `CheckpointError` naming all that is wrong with the headers before anything is written, and a tensor with a value
     that is NaN or infinite, and that no pattern of `allow_nonfinite` names, when it comes to it.
     """
-    source, destination = expand(source), Path(expand(destination))
+    destination = Path(expand(destination))
     with claimed(destination, lambda: _plan(source, destination, experts, layers, allow_nonfinite)) as plan:
         _import(plan, destination, memory)
 
 
-def _plan(source, destination, experts, layers, allow_nonfinite) -> tuple[ImportPlan, dict[str, str]]:
+def _plan(source, destination: Path, *options) -> tuple[ImportPlan, dict[str, str]]:
     """The plan of an import, and of it what all processes must have found."""
-    plan = plan_import(source, experts, layers, allow_nonfinite)
+    plan = plan_import(source, *options)
     if strange := [path.name for path in destination.iterdir() if path.name not in (LOCK, "checkpoints")]:
         raise CheckpointError(f"{destination}: already holds {min(strange)}; choose a new or empty folder")
     return plan, {f"what {source} holds": plan.identity}

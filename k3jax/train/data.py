@@ -49,6 +49,8 @@ def find_text(paths: Sequence[str] = ()) -> list[Path]:
 
 
 def _is_text(file: Path) -> bool:
+    if not file.is_file():  # a pipe in a folder, or a link to nothing
+        return False
     data = file.read_bytes()
     try:
         data.decode("utf-8")

@@ -24,7 +24,8 @@ from k3jax.data.corpus import is_corpus
 from k3jax.data.encoding import Encoding, open_tokenizer
 from k3jax.data.open import open_packed
 from k3jax.data.packed import PackedDataset
-from k3jax.data.sources import files_of, kind_of
+from k3jax.data.sources import kind_of, regular_files_of
+from k3jax.data.tokenize import bar
 from k3jax.lock import claimed
 from k3jax.nn.model import K3, init_variables
 from k3jax.ops import mx
@@ -88,17 +89,11 @@ def _open_data(config: RunConfig) -> tuple[RowDataset | PackedDataset, RowDatase
     data = config.data
     if not data.pairs and not _is_byte_stream(data):
         open_tokenizer(data.tokenizer, config.model.vocab_size)
-        return open_packed(
-            data.paths,
-            data.tokenizer,
-            encoding(data),
-            data.batch_size,
-            data.seed,
-            data.weights,
-            data.held_out,
-            data.held_out_paths,
-            workers=os.cpu_count() or 1,
-        )
+        options = {name: getattr(data, name) for name in ("batch_size", "seed", "weights", "held_out", "held_out_paths")}
+        with bar() as report:
+            return open_packed(
+                data.paths, data.tokenizer, encoding(data), **options, workers=os.cpu_count() or 1, report=report
+            )
     if config.model.vocab_size < ByteDataset.vocab_size:
         raise ValueError(
             f"model.vocab_size={config.model.vocab_size}: must be at least {ByteDataset.vocab_size}, one token a byte"
@@ -121,7 +116,7 @@ def _is_byte_stream(data: DataConfig) -> bool:
     """Whether it is plain text, of several files, whose tokens are bytes: one stream, cut into windows."""
     if data.tokenizer or data.weights or data.held_out_paths or any(map(is_corpus, data.paths)):
         return False
-    files = [file for path in data.paths for file in files_of(path)]
+    files = [file for path in data.paths for file in regular_files_of(path)]
     return not files or len(files) > 1 and all(kind_of(file) == "text" for file in files)
 
 

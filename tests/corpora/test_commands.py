@@ -2,6 +2,9 @@
 
 import json
 import re
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 
@@ -56,6 +59,11 @@ def test_show_reads_sources_too(chats, marked, tmp_path, capsys, monkeypatch):
     monkeypatch.setenv("K3JAX_CACHE", str(tmp_path / "cache"))
     shown = run(capsys, "show", chats, "--tokenizer", marked, "--seq-len", 1000, "--learn", "all", "--rows", 1)
     assert all("question" in text and "answer" in text for text in re.findall("(?s)\u27e6(.*?)\u27e7", shown))
+
+
+def test_data_is_read_without_jax():
+    code = "import sys, k3jax.data.open, k3jax.data.inspect; sys.exit('jax' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], cwd=Path(__file__).parents[2], timeout=120).returncode == 0
 
 
 def test_mistakes_are_one_line(chats, tmp_path, capsys):

@@ -113,5 +113,5 @@ def test_parts_hold_about_as_much_as_is_asked(tmp_path):
     (tmp_path / "big.jsonl").write_text('{"text": "a"}\n' * 20)
     parts = parts_of(files_of(str(tmp_path)), 100)
     assert [span.file for part in parts for span in part][:2] == [str(tmp_path / "0.txt"), str(tmp_path / "1.txt")]
-    assert all(sum(span.end - span.begin for span in part) <= 100 for part in parts) and len(parts) == 7
-    assert parts[-1][-1] == Span(str(tmp_path / "big.jsonl"), 200, 280)
+    assert all(sum(span.size for span in part) <= 100 for part in parts) and len(parts) == 7
+    assert parts[-1][-1] == Span(str(tmp_path / "big.jsonl"), 200, 280, 80)

@@ -168,6 +168,17 @@ def test_the_end_of_a_single_text_is_held_out(tmp_path):
     assert all(piece in text[len(text) * 9 // 10 - 1 :] for piece in texts(corpus, "held_out"))
 
 
+def test_what_is_no_regular_file_in_a_folder_is_left_out(tmp_path):
+    (tmp_path / "texts").mkdir()
+    (tmp_path / "texts/a.txt").write_text("text")
+    (tmp_path / "texts/link.txt").symlink_to(tmp_path / "nothing")
+    os.mkfifo(tmp_path / "texts/pipe.txt")
+    corpus = tokenize(tmp_path / "out", [str(tmp_path / "texts")], None, ROWS, held_out=0)
+    assert texts(corpus, "train") == ["text"]
+    with pytest.raises(ValueError, match="pipe.txt: is a pipe, must be a regular file or a folder"):
+        tokenize(tmp_path / "pipe", [str(tmp_path / "texts/pipe.txt")], None, ROWS)
+
+
 def test_nothing_is_held_out_if_nothing_should(tmp_path):
     file = write(tmp_path / "x.jsonl", [{"text": "one text"}])
     corpus = tokenize(tmp_path / "out", [str(file)], None, ROWS, held_out=0)

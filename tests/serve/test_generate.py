@@ -190,8 +190,8 @@ def test_settings_of_the_sampler(model, settings, message):
 def test_logits_that_are_no_numbers_give_no_token(model):
     nan, inf = float("nan"), float("inf")
     logits = jnp.asarray([[nan, 1.0], [1.0, inf], [-inf, -inf], [-inf, 1.0]])
-    for settings in ({"temperature": 0.0}, {"temperature": 1.0}, {"temperature": 1.0, "top_k": 1}, {"temperature": 1.0, "top_p": 0.5}):
-        assert sample(logits, jax.random.key(0), **settings).tolist() == [-1, -1, -1, 1]
+    for settings in ({"temperature": 0.0}, {}, {"top_k": 1}, {"top_p": 0.5}):
+        assert sample(logits, jax.random.key(0), **{"temperature": 1.0, **settings}).tolist() == [-1, -1, -1, 1]
     net, variables = model
     broken = variables | {"params": variables["params"] | {"norm": jnp.full_like(variables["params"]["norm"], nan)}}
     with pytest.raises(ValueError, match="logits: found NaN or infinite ones for token 0"):
