@@ -13,6 +13,7 @@ from typing import Any
 
 from k3jax import strict_json
 from k3jax.checks import check_object, check_type
+from k3jax.dialects import released_config
 from k3jax.paths import check_kind, expand
 
 MX_BLOCK = 32  # values that share one microscaling exponent
@@ -52,18 +53,28 @@ _FIXED = {
     "num_nextn_predict_layers": 0,
 }
 
+# Settings of other programs for what no released model has; they are not written.
+_ABSENT = {
+    "attention_bias": False,
+    "mlp_bias": False,
+    "attention_dropout": 0.0,
+    "num_mtp_layers": 0,
+}
+
 # Keys that say nothing about the model: generation defaults, bookkeeping of the library that wrote the file.
 _IGNORED = set(
-    "_name_or_path add_cross_attention architectures auto_map bad_words_ids begin_suppress_tokens "
-    "chunk_size_feed_forward cross_attention_hidden_size decoder_start_token_id diversity_penalty do_sample "
-    "dtype torch_dtype early_stopping encoder_no_repeat_ngram_size exponential_decay_length_penalty "
-    "finetuning_task forced_bos_token_id forced_eos_token_id head_dim id2label is_decoder is_encoder_decoder "
-    "label2id length_penalty max_length min_length model_max_length model_type no_repeat_ngram_size "
-    "num_beam_groups num_beams num_return_sequences output_attentions output_hidden_states output_scores "
-    "prefix problem_type pruned_heads remove_invalid_values repetition_penalty return_dict "
-    "return_dict_in_generate rope_scaling rope_theta sep_token_id suppress_tokens task_specific_params "
-    "temperature tf_legacy_loss tie_encoder_decoder tokenizer_class top_k top_p torchscript "
-    "transformers_version typical_p use_bfloat16 use_cache".split()
+    "add_cross_attention architectures attn_implementation auto_map aux_loss_alpha bad_words_ids "
+    "begin_suppress_tokens chunk_size_feed_forward cross_attention_hidden_size decoder_start_token_id "
+    "diversity_penalty do_sample dtype early_stopping encoder_no_repeat_ngram_size ep_size "
+    "exponential_decay_length_penalty finetuning_task forced_bos_token_id forced_eos_token_id head_dim "
+    "id2label is_decoder is_encoder_decoder label2id length_penalty max_length min_length "
+    "model_max_length model_type no_repeat_ngram_size num_beam_groups num_beams num_return_sequences "
+    "output_attentions output_hidden_states output_router_logits output_scores prefix pretraining_tp "
+    "problem_type pruned_heads remove_invalid_values repetition_penalty return_dict "
+    "return_dict_in_generate rope_interleave rope_parameters rope_scaling rope_theta router_aux_loss_coef "
+    "sep_token_id seq_aux suppress_tokens task_specific_params temperature tf_legacy_loss "
+    "tie_encoder_decoder tokenizer_class top_k top_p torch_dtype torchscript transformers_version "
+    "typical_p use_bfloat16 use_cache".split()
 )
 _OUTER_KEYS = {
     "model_type",
@@ -161,7 +172,7 @@ def values(raw: Mapping[str, Any], model: type, vision: type) -> dict[str, Any]:
     outer = dict(raw) if model_type == "kimi_k3" else {}
     text = outer.pop("text_config", raw)
     check_object("text_config", text)
-    text = dict(text)
+    text = released_config(text)
     tower = outer.pop("vision_config", None)
     _check_known(outer, _OUTER_KEYS, "")
     if "linear_attn_config" not in text:
@@ -182,7 +193,7 @@ def values(raw: Mapping[str, Any], model: type, vision: type) -> dict[str, Any]:
 
     hints = typing.get_type_hints(model)
     found = _fields_of_text(text, model, hints) | _fields_of_linear(linear, hints)
-    _check_fixed(text, _FIXED, "")
+    _check_fixed(text, _FIXED | _ABSENT, "")
     heads = text.pop("num_key_value_heads", found["num_attention_heads"])
     if heads != found["num_attention_heads"] or type(heads) is not int:
         raise ValueError(
@@ -234,13 +245,14 @@ def _fields_of_linear(linear: Mapping[str, Any], hints: Mapping[str, Any]) -> di
 
 def _vision(found: Mapping[str, Any], placeholder: int, vision: type) -> Any:
     check_object("vision_config", found)
-    found = {key: _tuple_of(value) for key, value in found.items() if not key.startswith("_")}
+    found = {key: _tuple_of(value) for key, value in found.items()}
     _check_fixed(found, _VISION_FIXED, "vision_config.")
     fields = {field.name: field for field in dataclasses.fields(vision)}
     _check_known(found, fields, "vision_config.")
     for name, field in fields.items():
         if field.default is dataclasses.MISSING and name not in found:
             raise ValueError(f"vision_config.{name}: missing from the config")
+    found = {name: value for name, value in found.items() if name in fields}
     return vision(**found, media_placeholder_token_id=placeholder)
 
 
@@ -289,13 +301,13 @@ def _check_fixed(found: dict[str, Any], fixed: Mapping[str, Any], prefix: str) -
     """Takes settings that have one meaning alone out of `found`."""
     for key, only in fixed.items():
         value = found.pop(key, only)
-        if value != only or type(value) is not type(only):  # 1 is not True
+        if value != only or isinstance(value, bool) is not isinstance(only, bool):  # 1 is not True, 0 is 0.0
             raise ValueError(f"{prefix}{key}: found {value!r}, only {only!r} is implemented")
 
 
 def _check_known(found: Mapping[str, Any], known, prefix: str) -> None:
     for key in found:
-        if key not in known:
+        if key not in known and not key.startswith("_"):  # such as _attn_implementation: of the program that wrote it
             raise ValueError(
                 f"{prefix}{key}: unknown config key (value {found[key]!r}); remove it or correct its name"
             )
