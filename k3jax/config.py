@@ -21,7 +21,7 @@ from k3jax.checks import check_type, is_instance
 from k3jax.released import MX_BLOCK, TOKEN_IDS
 
 # Numbers that need not be positive.
-_ANY_SIGN = ("gate_lower_bound", *TOKEN_IDS)
+_ANY_SIGN = ("gate_lower_bound", "text_eos_token_id", *TOKEN_IDS)
 _MAY_BE_ZERO = ("first_k_dense_replace", "initializer_range", "num_shared_experts")
 
 
@@ -176,6 +176,7 @@ class ModelConfig:
     bos_token_id: int | None = None
     eos_token_id: int | tuple[int, ...] | None = None
     pad_token_id: int | None = None
+    text_eos_token_id: int | tuple[int, ...] | None = None  # of Kimi K3's text model, where that names another one
     vision: VisionConfig | None = None
 
     def __post_init__(self):
@@ -288,9 +289,10 @@ class ModelConfig:
 
     @property
     def stop_ids(self) -> frozenset[int]:
-        """Tokens that end a generation: `eos_token_id`, one, several or none."""
-        ids = self.eos_token_id
-        return frozenset(ids if isinstance(ids, tuple) else () if ids is None else (ids,))
+        """Tokens that end a generation: those of `eos_token_id` and `text_eos_token_id`, one, several or none."""
+        named = (self.eos_token_id, self.text_eos_token_id)
+        each = (ids if isinstance(ids, tuple) else () if ids is None else (ids,) for ids in named)
+        return frozenset(itertools.chain(*each))
 
     @property
     def segments(self) -> tuple[Segment, ...]:

@@ -42,6 +42,7 @@ _ELSEWHERE = {
     "gate_lower_bound",
     "use_full_rank_gate",
     "quantized_experts",
+    "text_eos_token_id",
     "vision",
 }
 
@@ -200,7 +201,10 @@ def values(raw: Mapping[str, Any], model: type, vision: type) -> dict[str, Any]:
             f"num_key_value_heads: found {heads!r}, must equal num_attention_heads={found['num_attention_heads']}"
         )
     _check_known(text, _IGNORED, "text_config." if model_type == "kimi_k3" else "")
+    inner = found.get("eos_token_id")
     found |= {key: _tuple_of(outer[key]) for key in TOKEN_IDS if key in outer}
+    if found.get("eos_token_id") != inner:
+        found["text_eos_token_id"] = inner
     if quantization is not None:
         check_object("quantization_config", quantization)
         if quantization.get("format") != "mxfp4-pack-quantized":
@@ -275,6 +279,8 @@ def written(cfg: Any) -> dict[str, Any]:
         linear["gate_lower_bound"] = cfg.gate_lower_bound
     text |= {"architectures": ["KimiLinearForCausalLM"], "model_type": "kimi_linear", **_FIXED}
     text |= {"num_key_value_heads": cfg.num_attention_heads, "linear_attn_config": linear}
+    if cfg.text_eos_token_id is not None:
+        text["eos_token_id"] = _list_of(cfg.text_eos_token_id)
     if cfg.quantized_experts:
         text["quantization_config"] = _QUANTIZATION
     if cfg.model_type == "kimi_linear":
