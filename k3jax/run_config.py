@@ -10,7 +10,8 @@ import math
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from k3jax.config import LARGEST, MX_BLOCK, ModelConfig, shown
+from k3jax.checks import LARGEST, shown
+from k3jax.config import MX_BLOCK, ModelConfig
 from k3jax.values import AnyText, PathText, Seed, expand_paths, hints, unfit
 
 MOST_DEVICES = 4096  # simulated on one machine

@@ -18,7 +18,8 @@ from typing import Any
 
 import tyro
 
-from k3jax.config import ModelConfig, shown
+from k3jax.checks import shown
+from k3jax.config import ModelConfig
 from k3jax.paths import check_kind, expand
 from k3jax.run_config import MeshConfig, RunConfig, field_names, keys
 from k3jax.values import FLAGS, hints, parse

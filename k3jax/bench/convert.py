@@ -183,7 +183,7 @@ def _index(folder: Path) -> dict[str, Any]:
 
     cfg = load_model(CONFIGS / "kimi_k3.py")
     leaves = released(cfg)
-    writer = ShardWriter(folder, cfg, leaves, split(leaves, 17 * 10**9))
+    writer = ShardWriter(folder, cfg.to_hf(), leaves, split(leaves, 17 * 10**9))
     writer.begin()
     writer.commit()
     found = _child(_plan, folder)

@@ -26,7 +26,7 @@ from k3jax.cli.convert import Convert, Inspect
 from k3jax.cli.data import Data
 from k3jax.cli.options import at_least, check, tidied
 from k3jax.cli.plan import Plan
-from k3jax.config import shown
+from k3jax.checks import shown
 from k3jax.paths import check_kind
 from k3jax.values import FLAGS, AnyText, PathText, Seed
 

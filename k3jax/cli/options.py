@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import is_dataclass
 from pathlib import Path
 
-from k3jax.config import shown
+from k3jax.checks import shown
 from k3jax.values import truth
 
 Option = tuple[str, object, bool, str]

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from k3jax.cli.options import at_least, check, writable
-from k3jax.config import LARGEST, shown
+from k3jax.checks import LARGEST, shown
 from k3jax.values import PathText, parse
 
 MOST_DEVICES = 2**20
