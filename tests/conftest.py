@@ -69,6 +69,32 @@ def tiny():
 
 
 @pytest.fixture(scope="session")
+def tiny_linear():
+    """A Kimi-Linear of one dense KDA layer, one KDA and one MLA layer with experts."""
+    return k3jax.ModelConfig(
+        model_type="kimi_linear",
+        vocab_size=96,
+        hidden_size=24,
+        intermediate_size=40,
+        num_hidden_layers=3,
+        num_attention_heads=2,
+        kv_lora_rank=12,
+        qk_nope_head_dim=8,
+        qk_rope_head_dim=4,
+        v_head_dim=8,
+        kda_layers=(1, 2),
+        full_attn_layers=(3,),
+        kda_head_dim=8,
+        kda_num_heads=2,
+        num_experts=4,
+        num_experts_per_token=2,
+        num_shared_experts=1,
+        moe_intermediate_size=16,
+        eos_token_id=2,
+    )
+
+
+@pytest.fixture(scope="session")
 def refusal():
     """Runs a command that must fail by itself, in a process: what it says, in one line, soon after which it has ended."""
 

@@ -28,6 +28,7 @@ from k3jax.paths import check_kind, expand
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 _LONGEST_HEADER = 100_000_000  # bytes; what the safetensors library reads, too
+_WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf")  # what programs keep weights in
 _BUFFER = ".rotary_emb.inv_freq"  # that a program once computed and kept; nothing here is rotated
 _DTYPE = re.compile(r"(?:BOOL|(?:F|BF|U|I|C)(\d+)(?:_\w+)?)")  # such as BF16, U8, F8_E4M3
 
@@ -236,8 +237,9 @@ def released_names(cfg: ModelConfig) -> set[str]:
     return {name for leaf in table(cfg) for repeat in range(leaf.repeats) for name in leaf.names(repeat)}
 
 
-def describe(problems: dict[str, str], limit: int = 10) -> str:
-    """All problems in one line; those of tensors whose names differ in numbers alone are one, and beyond `limit` a number."""
+def describe(problems: dict[str, str], limit: int = 10, what: str = "problem") -> str:
+    """All problems, or what else is listed so, in one line; those of tensors whose names differ in numbers alone are one, and
+    beyond `limit` a number."""
     groups: dict[tuple[str, str], list[str]] = {}
     for name, problem in sorted(problems.items()):
         groups.setdefault((re.sub(r"\.\d+\.", ".*.", name), problem), []).append(name)
@@ -247,7 +249,15 @@ def describe(problems: dict[str, str], limit: int = 10) -> str:
     ]
     count = len(problems)
     more = [f"and {len(lines) - limit} more kinds"] if len(lines) > limit else []
-    return f"{count} problem{'s'[: count != 1]}: " + "; ".join(lines[:limit] + more)
+    return f"{count} {what}{'s'[: count != 1]}: " + "; ".join(lines[:limit] + more)
+
+
+def beside(checkpoint: Checkpoint) -> dict[str, str]:
+    """Files of weights in the folder that the checkpoint does not consist of, and why."""
+    used = set(checkpoint.index["weight_map"].values()) if checkpoint.index else {SINGLE}
+    names = sorted(path.name for path in checkpoint.path.iterdir() if path.suffix in _WEIGHTS)
+    why = "not named by the index" if checkpoint.index else f"beside {SINGLE}, without an index"
+    return {name: why for name in names if name not in used}
 
 
 def misplaced(folder: Path, shard: str) -> str | None:

@@ -74,8 +74,6 @@ def import_checkpoint(
     """
     destination = Path(expand(destination))
     with claimed(destination, lambda: _plan(source, destination, experts, layers, allow_nonfinite)) as plan:
-        if jax.process_index() == 0:
-            copy_tokenizer(source, destination)
         _import(plan, destination, memory)
 
 
@@ -98,6 +96,8 @@ def _import(plan: ImportPlan, destination: Path, memory: int) -> None:
                 jobs.append(job)
                 if writer.has(path, box):
                     written.add(job.key)
+        if jax.process_index() == 0:
+            copy_tokenizer(plan.checkpoint.path, destination)
         share = jobs[jax.process_index() :: jax.process_count()]
         run(share, "import", lambda job: None, written.__contains__, memory)
         writer.commit()
