@@ -229,7 +229,8 @@ def test_fields_that_are_easily_mixed_up(k3, linear):
 @pytest.mark.parametrize("ids, stop_ids", [(7, {7}), ([7, 9], {7, 9}), (None, set())])
 def test_one_or_several_tokens_end_a_generation(name, ids, stop_ids):
     cfg = ModelConfig.from_hf(raw(name) | {"eos_token_id": ids})
-    assert cfg.stop_ids == stop_ids and hash(cfg) == hash(ModelConfig.from_hf(cfg.to_hf()))
+    its_own = {2} if name == "k3_tiny" else set()  # of the text model
+    assert cfg.stop_ids == stop_ids | its_own and hash(cfg) == hash(ModelConfig.from_hf(cfg.to_hf()))
     assert cfg.to_hf()["eos_token_id"] == ids
 
 

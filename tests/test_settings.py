@@ -35,7 +35,8 @@ WRONG = {
     bool: ("", "-7", "1e20", "nan", "x"),
     str: ("",),
 }
-NEGATIVE_IS_RIGHT = {"gate_lower_bound", "bos_token_id", "eos_token_id", "pad_token_id"}  # ids: a model without such tokens
+# Ids: a model without such tokens.
+NEGATIVE_IS_RIGHT = {"gate_lower_bound", "bos_token_id", "eos_token_id", "text_eos_token_id", "pad_token_id"}
 
 
 def wrong(name: str, hint) -> list[str]:
