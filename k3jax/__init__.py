@@ -16,12 +16,12 @@ _HOMES = {
     "save_hf": "k3jax.hf.save",
 }
 
-__all__ = ["ModelConfig", "VisionConfig", "ops", "vision", *_HOMES]
+__all__ = ["ModelConfig", "VisionConfig", "chat", "ops", "text", "vision", *_HOMES]
 
 
 def __getattr__(name: str):
     # Loaded when first used, so that the command line can answer --help without JAX.
-    if name in ("ops", "vision"):
+    if name in ("chat", "ops", "text", "vision"):
         return import_module(f"k3jax.{name}")
     if name in _HOMES:
         return getattr(import_module(_HOMES[name]), name)

@@ -111,7 +111,7 @@ def init_cache(cfg: ModelConfig, batch: int, max_len: int, dtype=jnp.float32) ->
     """An empty cache for up to `max_len` tokens a row; latents and tails in `dtype`, KDA states float32 or wider.
 
     Bytes: the facts' 4 H K V a KDA layer and row whatever the length, and (L + R) elements of `dtype` an MLA layer, row
-    and token. Under `jax.set_mesh` it is made where `cache_shardings` says, with rows up to what the mesh splits evenly.
+    and token. Under `jax.set_mesh` it is made where `cache_shardings` says, with as many rows as the mesh splits.
 
     Raises:
         ValueError: sizes that are not positive, a dtype of no floating kind, or heads that the mesh does not split.

@@ -8,21 +8,21 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
-import types
 import typing
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
-from k3jax import strict_json
-from k3jax.paths import check_kind, expand
+from k3jax import released
+from k3jax.checks import check_type, is_instance
+from k3jax.released import MX_BLOCK, TOKEN_IDS
 
-MX_BLOCK = 32  # values that share one microscaling exponent
-LARGEST = 2**31 - 1  # what is counted on devices is counted in int32
-_SINGLE = 2.0**-149, (2 - 2.0**-23) * 2.0**127  # smallest and largest positive float32
+# Numbers that need not be positive.
+_ANY_SIGN = ("gate_lower_bound", "text_eos_token_id", *TOKEN_IDS)
+_MAY_BE_ZERO = ("first_k_dense_replace", "initializer_range", "num_shared_experts")
 
 
 class LayerKind(NamedTuple):
@@ -77,7 +77,7 @@ class VisionConfig:
 
     def __post_init__(self):
         for name, hint in typing.get_type_hints(VisionConfig).items():
-            _check_type(f"vision_config.{name}", getattr(self, name), hint)
+            check_type(f"vision_config.{name}", getattr(self, name), hint)
         for name in (field.name for field in dataclasses.fields(self)):
             value = getattr(self, name)
             values = value if isinstance(value, tuple) else (value,)
@@ -174,14 +174,15 @@ class ModelConfig:
     max_position_embeddings: int = 1048576
     quantized_experts: bool = False  # checkpoints hold the routed experts as packed MXFP4
     bos_token_id: int | None = None
-    eos_token_id: int | None = None
+    eos_token_id: int | tuple[int, ...] | None = None
     pad_token_id: int | None = None
+    text_eos_token_id: int | tuple[int, ...] | None = None  # of Kimi K3's text model, where that names another one
     vision: VisionConfig | None = None
 
     def __post_init__(self):
         for name, hint in typing.get_type_hints(ModelConfig).items():
             value = getattr(self, name)
-            _check_type(name, value, hint)
+            check_type(name, value, hint)
             if name in _ANY_SIGN or isinstance(value, bool) or not isinstance(value, (int, float)):
                 continue
             if not (0 < value < math.inf or (value == 0 and name in _MAY_BE_ZERO)):
@@ -287,6 +288,13 @@ class ModelConfig:
         )
 
     @property
+    def stop_ids(self) -> frozenset[int]:
+        """Tokens that end a generation: those of `eos_token_id` and `text_eos_token_id`, one, several or none."""
+        named = (self.eos_token_id, self.text_eos_token_id)
+        each = (ids if isinstance(ids, tuple) else () if ids is None else (ids,) for ids in named)
+        return frozenset(itertools.chain(*each))
+
+    @property
     def segments(self) -> tuple[Segment, ...]:
         """The stack as units and repeats, with as few layers in units as can be: a compiler works on each of them.
 
@@ -375,337 +383,9 @@ class ModelConfig:
         Raises `ValueError` for a file that cannot be read, a missing or unknown key, a value of another type,
         and a setting this model does not implement.
         """
-        if isinstance(source, Mapping):
-            raw = source
-        else:
-            path = Path(expand(source))
-            path = path / "config.json" if path.is_dir() else path
-            check_kind(path)
-            try:
-                raw = strict_json.loads(path.read_text(encoding="utf-8"))
-            except FileNotFoundError:
-                raise ValueError(f"{path}: no such file; a released config.json was expected") from None
-            except OSError as error:
-                raise ValueError(f"{path}: cannot be read ({error.strerror})") from None
-            except ValueError as error:  # not JSON, or not even text
-                raise ValueError(f"{path}: not valid JSON ({error})") from None
-            _check_object(str(path), raw)
-        model_type = raw.get("model_type")
-        if model_type not in ("kimi_k3", "kimi_linear"):
-            raise ValueError(f"model_type: found {model_type!r}, must be 'kimi_k3' or 'kimi_linear'")
-        if model_type == "kimi_k3" and "text_config" not in raw:
-            raise ValueError("text_config: missing; a kimi_k3 config holds its text model there")
-        outer = dict(raw) if model_type == "kimi_k3" else {}
-        text = outer.pop("text_config", raw)
-        _check_object("text_config", text)
-        text = dict(text)
-        vision = outer.pop("vision_config", None)
-        _check_known(outer, _OUTER_KEYS, "")
-        if "linear_attn_config" not in text:
-            raise ValueError("linear_attn_config: missing; it names the KDA layers and their sizes")
-        linear = text.pop("linear_attn_config")
-        _check_object("linear_attn_config", linear)
-        tied = outer.get("tie_word_embeddings")
-        if "tie_word_embeddings" in outer and text.setdefault("tie_word_embeddings", tied) is not tied:
-            raise ValueError(
-                f"tie_word_embeddings: found {tied!r}, and {text['tie_word_embeddings']!r} as "
-                "text_config.tie_word_embeddings; both must say the same"
-            )
-        if text.get("num_shared_experts", 0) is None:
-            text["num_shared_experts"] = 0
-        quantization = text.pop("quantization_config", None)
-        if quantization is None:
-            quantization = outer.get("quantization_config")
-
-        values: dict[str, Any] = {}
-        hints = typing.get_type_hints(cls)
-        for field in dataclasses.fields(cls):
-            if field.name in _ELSEWHERE:
-                continue
-            if field.name in text:
-                values[field.name] = text.pop(field.name)
-                _check_type(field.name, values[field.name], hints[field.name])
-            elif field.default is dataclasses.MISSING:
-                raise ValueError(f"{field.name}: missing from the config")
-        linear_names = {"head_dim": "kda_head_dim", "num_heads": "kda_num_heads"}
-        for key in _LINEAR_KEYS:
-            if key in linear:
-                name, value = linear_names.get(key, key), _tuple_of(linear[key])
-                _check_type(f"linear_attn_config.{key}", value, hints[name])
-                values[name] = value
-            elif key not in _LINEAR_OPTIONAL:
-                raise ValueError(f"linear_attn_config.{key}: missing from the config")
-        _check_known(linear, _LINEAR_KEYS, "linear_attn_config.")
-        for key, only in _FIXED.items():
-            found = text.pop(key, only)
-            if found != only or type(found) is not type(only):  # 1 is not True
-                raise ValueError(f"{key}: found {found!r}, only {only!r} is implemented")
-        heads = text.pop("num_key_value_heads", values["num_attention_heads"])
-        if heads != values["num_attention_heads"] or type(heads) is not int:
-            raise ValueError(
-                f"num_key_value_heads: found {heads!r}, "
-                f"must equal num_attention_heads={values['num_attention_heads']}"
-            )
-        _check_known(text, _IGNORED, "text_config." if model_type == "kimi_k3" else "")
-        values |= {key: outer[key] for key in _TOKEN_IDS if key in outer}
-        if quantization is not None:
-            _check_object("quantization_config", quantization)
-            if quantization.get("format") != "mxfp4-pack-quantized":
-                raise ValueError(
-                    f"quantization_config.format: found {quantization.get('format')!r}, "
-                    "only 'mxfp4-pack-quantized' is implemented"
-                )
-        values |= {"model_type": model_type, "quantized_experts": quantization is not None}
-        if vision is not None:
-            values["vision"] = _vision_from_hf(vision, outer.get("media_placeholder_token_id", 0))
-        return cls(**values)
+        raw = source if isinstance(source, Mapping) else released.read_file(source)
+        return cls(**released.values(raw, cls, VisionConfig))
 
     def to_hf(self) -> dict[str, Any]:
         """The released `config.json` this configuration stands for; `from_hf` inverts it."""
-        text: dict[str, Any] = {
-            field.name: getattr(self, field.name)
-            for field in dataclasses.fields(self)
-            if field.name not in _ELSEWHERE
-        }
-        linear = {
-            "full_attn_layers": list(self.full_attn_layers),
-            "kda_layers": list(self.kda_layers),
-            "head_dim": self.kda_head_dim,
-            "num_heads": self.kda_num_heads,
-            "short_conv_kernel_size": self.short_conv_kernel_size,
-            "use_full_rank_gate": self.use_full_rank_gate,
-        }
-        if self.gate_lower_bound is not None:
-            linear["gate_lower_bound"] = self.gate_lower_bound
-        text |= {"architectures": ["KimiLinearForCausalLM"], "model_type": "kimi_linear", **_FIXED}
-        text |= {"num_key_value_heads": self.num_attention_heads, "linear_attn_config": linear}
-        if self.quantized_experts:
-            text["quantization_config"] = _QUANTIZATION
-        if self.model_type == "kimi_linear":
-            return text
-        outer: dict[str, Any] = {
-            "architectures": ["KimiK3ForConditionalGeneration"],
-            "model_type": "kimi_k3",
-            "dtype": "bfloat16",
-            "tie_word_embeddings": self.tie_word_embeddings,
-            "bos_token_id": self.bos_token_id,
-            "eos_token_id": self.eos_token_id,
-            "pad_token_id": self.pad_token_id,
-            "text_config": text,
-        }
-        if self.vision is not None:
-            vision = dataclasses.asdict(self.vision)
-            outer["media_placeholder_token_id"] = vision.pop("media_placeholder_token_id")
-            vision["merge_kernel_size"] = list(self.vision.merge_kernel_size)
-            outer["vision_config"] = vision | _VISION_FIXED
-        return outer
-
-
-_TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
-
-# Numbers that need not be positive.
-_ANY_SIGN = ("gate_lower_bound", *_TOKEN_IDS)
-_MAY_BE_ZERO = ("first_k_dense_replace", "initializer_range", "num_shared_experts")
-
-# Settings of linear_attn_config, and those of them a config may leave out.
-_LINEAR_KEYS = (
-    "kda_layers",
-    "full_attn_layers",
-    "head_dim",
-    "num_heads",
-    "short_conv_kernel_size",
-    "gate_lower_bound",
-    "use_full_rank_gate",
-)
-_LINEAR_OPTIONAL = ("gate_lower_bound", "use_full_rank_gate", "short_conv_kernel_size")
-
-# Fields that the released format keeps outside the text config's top level.
-_ELSEWHERE = {
-    "model_type",
-    "kda_layers",
-    "full_attn_layers",
-    "kda_head_dim",
-    "kda_num_heads",
-    "short_conv_kernel_size",
-    "gate_lower_bound",
-    "use_full_rank_gate",
-    "quantized_experts",
-    "vision",
-}
-
-# Settings with one meaning in every released model; any other value is refused.
-_FIXED = {
-    "mla_use_nope": True,
-    "use_grouped_topk": True,
-    "topk_method": "noaux_tc",
-    "num_nextn_predict_layers": 0,
-}
-
-# Keys that say nothing about the model: generation defaults, bookkeeping of the library that wrote the file.
-_IGNORED = set(
-    "_name_or_path add_cross_attention architectures auto_map bad_words_ids begin_suppress_tokens "
-    "chunk_size_feed_forward cross_attention_hidden_size decoder_start_token_id diversity_penalty do_sample "
-    "dtype torch_dtype early_stopping encoder_no_repeat_ngram_size exponential_decay_length_penalty "
-    "finetuning_task forced_bos_token_id forced_eos_token_id head_dim id2label is_decoder is_encoder_decoder "
-    "label2id length_penalty max_length min_length model_max_length model_type no_repeat_ngram_size "
-    "num_beam_groups num_beams num_return_sequences output_attentions output_hidden_states output_scores "
-    "prefix problem_type pruned_heads remove_invalid_values repetition_penalty return_dict "
-    "return_dict_in_generate rope_scaling rope_theta sep_token_id suppress_tokens task_specific_params "
-    "temperature tf_legacy_loss tie_encoder_decoder tokenizer_class top_k top_p torchscript "
-    "transformers_version typical_p use_bfloat16 use_cache".split()
-)
-_OUTER_KEYS = {
-    "model_type",
-    "architectures",
-    "auto_map",
-    "bos_token_id",
-    "eos_token_id",
-    "pad_token_id",
-    "ignore_index",
-    "image_placeholder",
-    "media_placeholder_token_id",
-    "dtype",
-    "torch_dtype",
-    "tie_word_embeddings",
-    "transformers_version",
-    "quantization_config",
-}
-
-_VISION_FIXED = {
-    "pos_emb_type": "divided_fixed",
-    "merge_type": "sd2_tpool",
-    "mm_projector_type": "patchmergerv2",
-    "projector_hidden_act": "gelu",
-    "norm_type": "rmsnorm",
-    "attn_bias": False,
-    "patch_embed_proj_bias": False,
-    "mlp_type": "mlp2",
-    "linear_bias": False,
-    "activation_func": "gelu_pytorch_tanh",
-    "pos_emb_interpolation_mode": "bilinear",
-}
-
-_QUANTIZATION = {
-    "config_groups": {
-        "group_0": {
-            "format": "mxfp4-pack-quantized",
-            "input_activations": None,
-            "output_activations": None,
-            "targets": ["Linear"],
-            "weights": {
-                "actorder": None,
-                "block_structure": None,
-                "dynamic": False,
-                "group_size": MX_BLOCK,
-                "num_bits": 4,
-                "observer": "minmax",
-                "observer_kwargs": {},
-                "scale_dtype": "torch.uint8",
-                "strategy": "group",
-                "symmetric": True,
-                "type": "float",
-                "zp_dtype": None,
-            },
-        }
-    },
-    "format": "mxfp4-pack-quantized",
-    "ignore": [
-        "re:.*self_attn.*",
-        "re:.*shared_experts.*",
-        "re:.*mlp\\.(gate|up|gate_up|down)_proj.*",
-        "re:.*lm_head.*",
-        "re:.*vision_tower.*",
-        "re:.*mm_projector.*",
-    ],
-    "kv_cache_scheme": None,
-    "quant_method": "compressed-tensors",
-    "quantization_status": "compressed",
-}
-
-
-def is_instance(value: Any, hint: Any) -> bool:
-    """Whether a value is of the type a field's annotation names; integers are numbers, a bool is neither."""
-    origin, args = typing.get_origin(hint), typing.get_args(hint)
-    if origin in (typing.Union, types.UnionType):
-        return any(is_instance(value, arg) for arg in args)
-    if origin is Literal:
-        return value in args
-    if origin is tuple:
-        kinds = args[:1] * len(value) if args[-1] is Ellipsis and isinstance(value, tuple) else args
-        return isinstance(value, tuple) and len(value) == len(kinds) and all(map(is_instance, value, kinds))
-    if isinstance(value, bool):
-        return hint is bool
-    return isinstance(value, (int, float) if hint is float else hint)
-
-
-def describe_type(hint: Any) -> str:
-    """The type a field's annotation names, as an error message says it."""
-    origin, args = typing.get_origin(hint), typing.get_args(hint)
-    if origin in (typing.Union, types.UnionType):
-        return " or ".join(map(describe_type, args))
-    if origin is Literal:
-        return f"one of {', '.join(map(str, args))}"
-    if origin is tuple:
-        count = "values" if args[-1] is Ellipsis else f"{len(args)} values"
-        return f"a tuple of {count}, each {describe_type(args[0])}"
-    names = {int: "an integer", float: "a number", bool: "True or False", str: "text", types.NoneType: "None"}
-    return names.get(hint, getattr(hint, "__name__", str(hint)))
-
-
-def beyond(value: Any) -> str | None:
-    """What would be right of a number that its type on the devices, int32 or float32, does not hold; NaN is none."""
-    if isinstance(value, int) and not -LARGEST <= value <= LARGEST:
-        return f"from -{LARGEST} to {LARGEST}"
-    if isinstance(value, float) and value and not _SINGLE[0] <= abs(value) <= _SINGLE[1]:
-        return "a finite number that float32 can hold"
-    return None
-
-
-def shown(value: Any, write: Callable[[Any], str] = str) -> str:
-    """A value in a message, not longer than a line can take."""
-    try:
-        text = write(value)
-    except ValueError:  # Python does not write numbers of thousands of digits
-        return "a number of thousands of digits"
-    return text if len(text) <= 100 else f"{text[:97]}..."
-
-
-def _check_type(key: str, value: Any, hint: Any) -> None:
-    if not is_instance(value, hint):
-        raise ValueError(f"{key}: found {shown(value, repr)}, must be {describe_type(hint)}")
-    for number in value if isinstance(value, tuple) else (value,):
-        if right := beyond(number):
-            raise ValueError(f"{key}: found {shown(number)}, must be {right}")
-
-
-def _check_object(key: str, value: Any) -> None:
-    if not isinstance(value, Mapping):
-        raise ValueError(f"{key}: found {value!r:.60}, must be a JSON object")
-
-
-def _check_known(found: Mapping[str, Any], known, prefix: str) -> None:
-    for key in found:
-        if key not in known:
-            raise ValueError(
-                f"{prefix}{key}: unknown config key (value {found[key]!r}); remove it or correct its name"
-            )
-
-
-def _tuple_of(value: Any) -> Any:
-    """JSON has lists where a configuration, to be hashable, has tuples."""
-    return tuple(value) if isinstance(value, list) else value
-
-
-def _vision_from_hf(vision: Mapping[str, Any], placeholder: int) -> VisionConfig:
-    _check_object("vision_config", vision)
-    vision = {key: _tuple_of(value) for key, value in vision.items() if not key.startswith("_")}
-    for key, only in _VISION_FIXED.items():
-        found = vision.pop(key, only)
-        if found != only or type(found) is not type(only):
-            raise ValueError(f"vision_config.{key}: found {found!r}, only {only!r} is implemented")
-    fields = {field.name: field for field in dataclasses.fields(VisionConfig)}
-    _check_known(vision, fields, "vision_config.")
-    for name, field in fields.items():
-        if field.default is dataclasses.MISSING and name not in vision:
-            raise ValueError(f"vision_config.{name}: missing from the config")
-    return VisionConfig(**vision, media_placeholder_token_id=placeholder)
+        return released.written(self)

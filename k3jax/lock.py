@@ -23,13 +23,13 @@ class Locked(ValueError):
 
 
 @contextlib.contextmanager
-def locked(folder: str | Path) -> Iterator[None]:
+def locked(folder: str | Path, wait: bool = False) -> Iterator[None]:
     """Keeps every other k3jax command from writing into `folder`, in this process and any other, on any host.
 
     The folder is made where there is none, and goes again if nothing was left in it. Where the file system knows no locks,
     a line on stderr says so and the work goes on.
 
-    Raises `Locked`, at once and with nothing touched, if another holds it.
+    Raises `Locked`, at once and with nothing touched, if another holds it; with `wait` it is waited for.
 
     Example:
         >>> with locked("runs/k3"):
@@ -38,7 +38,7 @@ def locked(folder: str | Path) -> Iterator[None]:
     folder = Path(folder).absolute()
     made = [path for path in (folder, *folder.parents) if not path.exists()]
     try:
-        descriptor = _take(folder)
+        descriptor = _take(folder, wait)
         try:
             yield
         finally:
@@ -51,7 +51,7 @@ def locked(folder: str | Path) -> Iterator[None]:
                 path.rmdir()
 
 
-def _take(folder: Path) -> int | None:
+def _take(folder: Path, wait: bool) -> int | None:
     """The locked file, or None where there are no locks."""
     while True:
         try:
@@ -63,7 +63,7 @@ def _take(folder: Path) -> int | None:
             reason = "not a folder" if folder.is_file() else error.strerror
             raise Locked(f"{folder}: cannot be written ({reason})") from error
         try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.flock(descriptor, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
         except OSError as error:
             holder = os.pread(descriptor, 1000, 0).decode(errors="replace").strip()
             os.close(descriptor)

@@ -1,32 +1,19 @@
-"""Configuration of one training run: the file that holds it, its overrides, and what fits together.
+"""Configuration of one training run: its settings, and what fits together.
 
-A run is a Python file that defines `config: RunConfig`. Any setting can be changed on the command line as
-`key=value`, e.g. `train.steps=50`. Nothing here imports JAX.
+`k3jax.settings` reads it from a Python file that defines `config`, and changes it by `key=value`. Nothing here imports JAX.
 """
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
-import difflib
 import math
-import os
-import runpy
-import textwrap
-import traceback
-from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Literal
 
-import tyro
+from k3jax.checks import LARGEST, shown
+from k3jax.config import MX_BLOCK, ModelConfig
+from k3jax.values import AnyText, PathText, Seed, expand_paths, hints, unfit
 
-from k3jax.config import LARGEST, MX_BLOCK, ModelConfig, shown
-from k3jax.paths import check_kind, expand
-from k3jax.values import FLAGS, AnyText, PathText, Seed, expand_paths, hints, parse, unfit
-
-CONFIGS = Path(__file__).parent / "configs"  # what the commands find by name, in the checkout and installed
-STRATEGIES = CONFIGS / "strategies"
 MOST_DEVICES = 4096  # simulated on one machine
 
 
@@ -72,10 +59,23 @@ class MeshConfig:
 
 @dataclass(frozen=True)
 class DataConfig:
-    """Text to train on, read as bytes: one byte is one token. With images, their tokens count too."""
+    """What to train on. Without a tokenizer one byte is one token. With images, their tokens count too."""
 
     paths: tuple[PathText, ...] = ()
-    """Files, folders or globs of text, separated by commas. None: the running Python's standard library."""
+    """Sources, separated by commas: tokenised corpora; files, folders or globs of text, *.jsonl and *.parquet. None: the
+    running Python's standard library."""
+    weights: tuple[float, ...] = ()
+    """For each source a positive number: its share of the rows. None: each row once an epoch."""
+    held_out_paths: tuple[PathText, ...] = ()
+    """Sources to evaluate on, in place of a part of `paths`."""
+    tokenizer: PathText | None = None
+    """Folder with the tokenizer's files. None: a token is a byte."""
+    learn: Literal["assistant", "last", "all"] = "assistant"
+    """Of conversations, what is learnt: what the assistant has to produce, its last turn alone, or all."""
+    thinking: bool = True
+    """Whether the reasoning in conversations is part of them."""
+    long: Literal["cut", "skip"] = "cut"
+    """What becomes of documents longer than a row: texts are cut, of conversations the last messages are kept; or nothing."""
     pairs: tuple[PathText, ...] = ()
     """In place of `paths`, JSONL files of {"image": path or list of paths, "text": ...}, for a model with `vision`."""
     seq_len: int = 512
@@ -83,7 +83,7 @@ class DataConfig:
     batch_size: int = 16
     """Sequences per step, over all devices."""
     held_out: float = 0.05
-    """Fraction of the files kept for evaluation."""
+    """Fraction of the documents (of plain text as bytes: of the files) kept for evaluation."""
     seed: Seed = 0
     """Seed of the order of the data."""
 
@@ -198,7 +198,7 @@ class RunConfig:
 
     def settings(self) -> dict[str, Any]:
         """Every setting by its dotted key, but for what is each process' own."""
-        return {key: _get(self, key) for key in _keys(self) if key != "processes.index"}
+        return {key: get(self, key) for key in keys(self) if key != "processes.index"}
 
     def on(self, devices: int) -> RunConfig:
         """This run on so many devices, as `MeshConfig.on`."""
@@ -217,6 +217,8 @@ class RunConfig:
         one_more = f"False: a token has {eligible} experts to choose model.num_experts_per_token={k} of, it takes one more"
         final_rate, room = train.final_learning_rate, model.max_position_embeddings
         most_rows = f"such that a step has at most {LARGEST} tokens, with data.seq_len={data.seq_len}"
+        sources = {name: getattr(data, name) for name in ("paths", "weights", "held_out_paths", "tokenizer")}
+        sources = {name: ",".join(map(str, v)) if isinstance(v, tuple) else v for name, v in sources.items()}
         simulated = f"0 (the machine's own devices) to {MOST_DEVICES}"
         ranges = (
             *((f"mesh.{axis}", size, size >= 1 or size == -1, left) for axis, size in vars(mesh).items()),
@@ -224,7 +226,8 @@ class RunConfig:
             ("data.seq_len", data.seq_len, data.seq_len <= room, f"at most model.max_position_embeddings={room}"),
             ("data.batch_size", data.batch_size, data.batch_size >= 1, "at least 1"),
             ("data.batch_size", data.batch_size, data.batch_size * data.seq_len <= LARGEST, most_rows),
-            ("data.paths", ",".join(data.paths), not (data.paths and data.pairs), "empty beside data.pairs"),
+            *((f"data.{name}", value, not (data.pairs and value), "empty beside data.pairs") for name, value in sources.items()),
+            ("data.weights", sources["weights"], all(weight > 0 for weight in data.weights), "positive numbers"),
             ("data.pairs", ",".join(data.pairs), model.vision or not data.pairs, "empty: the model has no vision"),
             ("data.held_out", data.held_out, 0 < data.held_out < 1, "between 0 and 1"),
             ("train.steps", train.steps, train.steps >= 1, "at least 1"),
@@ -271,7 +274,7 @@ class RunConfig:
         if model.vision is not None:
             multiples.append(("model.vision.vt_hidden_size", model.vision.vt_hidden_size, ("mesh.fsdp",)))
         for key, value, factors in multiples:
-            product = math.prod(_get(self, factor) for factor in factors)
+            product = math.prod(get(self, factor) for factor in factors)
             if value % product:
                 raise ValueError(f"{key}={value}: must be a multiple of {'*'.join(factors)}={product}")
         least = mesh.context * (model.short_conv_kernel_size - 1)
@@ -297,164 +300,24 @@ def _refuse(ranges) -> None:
             raise ValueError(f"{key}={shown(value)}: must be {right}")
 
 
-def load_config(path: str | Path) -> RunConfig:
-    """Runs a configuration file and returns the `config` it defines.
-
-    Raises `ValueError`, one line, if there is no such file, if it fails (naming its line), and if it defines
-    no `config` of type `RunConfig`.
-    """
-    return _defined(path, "config", RunConfig, "--config takes a Python file that defines `config`")
-
-
-def load_model(path: str | Path) -> ModelConfig:
-    """The model of a configuration file, which defines it as `model`, or of a released config.json or its folder.
-
-    Raises `ValueError`, one line, for what cannot be read or defines none.
-
-    Example:
-        >>> load_model("configs/kimi_k3.py").num_parameters
-        2779484476000
-    """
-    if not str(path).endswith(".py"):
-        return ModelConfig.from_hf(path)
-    expected = "a Python file that defines `model`, or a released config.json was expected"
-    return _defined(path, "model", ModelConfig, expected)
-
-
-def strategy_names() -> list[str]:
-    """The strategies in `configs/strategies`."""
-    return sorted(path.stem for path in STRATEGIES.glob("*.py"))
-
-
-def load_strategy(name: str) -> MeshConfig:
-    """The `mesh` that a strategy defines: one of `strategy_names()`, or a Python file.
-
-    Raises `ValueError`, one line, if there is no such strategy, if its file fails, and if it defines no `mesh`.
-
-    Example:
-        >>> load_strategy("ep_tp").on(8)
-        MeshConfig(data=1, fsdp=1, expert=4, context=1, tensor=2)
-    """
-    known = strategy_names()
-    path = str(STRATEGIES / f"{name}.py") if name in known else expand(name)
-    if name not in known and not (name.endswith(".py") and os.path.exists(path)):
-        or_file = "or a Python file that defines `mesh`"
-        raise ValueError(f"strategy={shown(name)}: must be one of {', '.join(known)}, {or_file}")
-    return _defined(path, "mesh", MeshConfig, "a strategy is a Python file that defines `mesh`")
-
-
-def _defined(path: str | Path, name: str, kind: type, expected: str) -> Any:
-    """What a Python file defines as `name`, which must be a `kind`; `expected` says so where there is no such file."""
-    path = expand(path)
-    check_kind(path)
-    if not os.path.isfile(path):
-        raise ValueError(f"{path}: {'is a folder' if os.path.isdir(path) else 'no such file'}; {expected}")
-    try:
-        value = runpy.run_path(path).get(name)
-    except Exception as error:
-        frames = traceback.extract_tb(error.__traceback__)
-        lines = [frame.lineno for frame in frames if frame.filename == path]
-        if isinstance(error, SyntaxError) and error.filename == path:
-            lines = [error.lineno]
-        where = f"{path}:{lines[-1]}" if lines else path
-        raise ValueError(f"{where}: {type(error).__name__}: {_one_line(error)}") from error
-    if not isinstance(value, kind):
-        found = "nothing" if value is None else f"a {type(value).__name__}"
-        raise ValueError(f"{path}: found {found} as `{name}`, must be a {kind.__name__}")
-    return value
-
-
-def apply_overrides(config: RunConfig, overrides: Sequence[str]) -> RunConfig:
-    """`config` with each `key=value` (or `--key=value`, or `--key value`) set.
-
-    Keys are dotted (`train.steps`, `model.hidden_size`). Values are read as their field's type (`k3jax.values.parse`);
-    those of a tuple are separated by commas (`model.kda_layers=1,2,3`, `data.paths=a.txt,b/*.txt`).
-    `strategy=NAME` puts a strategy's mesh in place of the configuration's; `mesh.*`, wherever it stands, changes that.
-
-    Raises `ValueError`, one line, for a key that does not exist (with the closest that do) or is given twice, for a
-    value of another type or beyond its range, and for what the changed model refuses.
-
-    Example:
-        >>> apply_overrides(config, ["train.steps=50", "--mesh.expert", "4"]).train.steps
-        50
-    """
-    tree: dict[str, Any] = {}
-    given: dict[str, str] = {}
-    for key, value in pairs(overrides):
-        if key in given:
-            raise ValueError(f"{key}: given twice, as {shown(given[key])} and as {shown(value)}")
-        given[key] = value
-        if key == "strategy":
-            config = dataclasses.replace(config, mesh=load_strategy(value))
-            continue
-        *groups, name = key.split(".")
-        parent, node = config, tree
-        for group in groups:
-            if not dataclasses.is_dataclass(getattr(parent, group, None)):
-                raise ValueError(_unknown(config, key))
-            parent, node = getattr(parent, group), node.setdefault(group, {})
-        if not hasattr(parent, name) or name not in _field_names(parent):
-            raise ValueError(_unknown(config, key))
-        if dataclasses.is_dataclass(getattr(parent, name)):
-            example = _keys(config, key)[0]
-            raise ValueError(f"{key}={shown(value)}: {key} is a group; set one of its keys, such as {example}")
-        try:
-            node[name] = parse(hints(type(parent))[name], value)
-        except ValueError as error:
-            raise ValueError(f"{key}={shown(value)}: must be {error}") from None
-    return _replace(config, tree)
-
-
-def print_settings() -> None:
-    """Prints every setting with its type, meaning and default; of the model's, which have none, the names."""
-    fields = [(field.name, hints(RunConfig)[field.name], field) for field in dataclasses.fields(RunConfig)]
-    settings = dataclasses.make_dataclass("Settings", fields[1:], namespace={"__doc__": RunConfig.__doc__})
-    with contextlib.suppress(SystemExit):
-        options = {"use_underscores": True, "config": (tyro.conf.FlagConversionOff,), "registry": FLAGS}
-        tyro.cli(settings, prog="settings", description="", args=["--help"], **options)
-    names = ", ".join(field.name for field in dataclasses.fields(ModelConfig))
-    print(textwrap.fill(f"model.KEY=VALUE changes the model: {names}.", width=80))
-    strategies = ", ".join(strategy_names())
-    print(textwrap.fill(f"strategy=NAME sets the mesh: {strategies}, or a Python file that defines `mesh`.", width=80))
-
-
-def pairs(overrides: Sequence[str]) -> Iterator[tuple[str, str]]:
-    """(key, value) of each override."""
-    tokens = iter(overrides)
-    for token in tokens:
-        flag = token.startswith("--")
-        key, equals, value = token.removeprefix("--").partition("=")
-        if not equals and flag:
-            value = next(tokens, None)
-        if not key or value is None or not (equals or flag):
-            raise ValueError(f"{shown(token)}: a setting is changed as key=value, for example train.steps=50")
-        yield key.replace("-", "_"), value
-
-
-def _get(config: Any, key: str) -> Any:
+def get(config: Any, key: str) -> Any:
+    """The setting of a dotted key."""
     for name in key.split("."):
         config = getattr(config, name)
     return config
 
 
-def _field_names(config: Any) -> list[str]:
+def field_names(config: Any) -> list[str]:
+    """Names of a dataclass' fields."""
     return [field.name for field in dataclasses.fields(config)]
 
 
-def _keys(config: Any, prefix: str = "") -> list[str]:
+def keys(config: Any, prefix: str = "") -> list[str]:
     """Dotted keys of every setting under `prefix`."""
-    node = _get(config, prefix) if prefix else config
+    node = get(config, prefix) if prefix else config
     if not dataclasses.is_dataclass(node):
         return [prefix]
-    return [key for name in _field_names(node) for key in _keys(config, f"{prefix}.{name}".lstrip("."))]
-
-
-def _unknown(config: RunConfig, key: str) -> str:
-    keys = [*_keys(config), "strategy"]
-    # A forgotten group is the likeliest slip: steps for train.steps.
-    close = [k for k in keys if k.endswith(f".{key}")] or difflib.get_close_matches(key, keys)
-    hint = f"did you mean {' or '.join(close)}?" if close else "`python -m k3jax train --help` lists them"
-    return f"{shown(key)}: no such setting; {hint}"
+    return [key for name in field_names(node) for key in keys(config, f"{prefix}.{name}".lstrip("."))]
 
 
 def _check_values(config: Any, prefix: str = "") -> None:
@@ -466,16 +329,3 @@ def _check_values(config: Any, prefix: str = "") -> None:
             raise ValueError(f"{prefix}{name}={found}: must be {right}")
         if dataclasses.is_dataclass(value):
             _check_values(value, f"{prefix}{name}.")
-
-
-def _replace(config: Any, tree: Mapping[str, Any]) -> Any:
-    """Sets all of a dataclass's changes at once: it may refuse them one by one."""
-    changes = {
-        name: _replace(getattr(config, name), value) if isinstance(value, dict) else value
-        for name, value in tree.items()
-    }
-    return dataclasses.replace(config, **changes)
-
-
-def _one_line(error: BaseException) -> str:
-    return " ".join(str(error).split())

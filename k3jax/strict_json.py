@@ -10,12 +10,15 @@ from typing import Any
 def loads(text: str | bytes | bytearray) -> Any:
     """`json.loads` that also refuses, as `ValueError`, a key given twice, NaN and Infinity, and nesting without end.
 
+    Bytes are UTF-8; a mark of their order before them, which some editors write, is left out.
+
     Example:
         >>> loads('{"a": 1, "a": 2}')
         Traceback (most recent call last):
         ValueError: a is listed twice
     """
     try:
+        text = text.removeprefix("\ufeff") if isinstance(text, str) else text.decode("utf-8-sig")
         return json.loads(text, object_pairs_hook=_unique, parse_constant=_no_number)
     except RecursionError:
         raise ValueError("nested too deeply") from None

@@ -16,7 +16,7 @@ from typing import Annotated, Any, Literal
 
 from tyro.constructors import ConstructorRegistry, PrimitiveConstructorSpec
 
-from k3jax.config import beyond, describe_type, is_instance, shown
+from k3jax.checks import beyond, describe_type, is_instance, shown
 from k3jax.paths import expand
 
 LARGEST_SEED = 2**32 - 1  # JAX takes the lower 32 bits of a seed

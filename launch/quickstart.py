@@ -11,7 +11,7 @@ import sys
 import time
 from pathlib import Path
 
-from k3jax import run_config, runtime
+from k3jax import run_config, runtime, settings
 
 HERE = Path(__file__).resolve().parent
 CONFIG = HERE.parent / "configs" / "quickstart.py"
@@ -22,8 +22,8 @@ OURS = ("out", "resume", "processes.")  # settings of each training that are dec
 def main(overrides: list[str]) -> None:
     started = time.monotonic()
     runtime.show_what_can_be_shown()
-    config = dataclasses.replace(run_config.load_config(CONFIG), out=str(HERE.parent / "runs" / "quickstart"))
-    config = run_config.apply_overrides(config, overrides)
+    config = dataclasses.replace(settings.load_config(CONFIG), out=str(HERE.parent / "runs" / "quickstart"))
+    config = settings.apply_overrides(config, overrides)
     count = config.processes.count
     config = dataclasses.replace(config, out=unused(config.out), processes=run_config.ProcessesConfig())
     config.validate()
@@ -39,7 +39,7 @@ def main(overrides: list[str]) -> None:
 
     where = f"{config.mesh.size} devices" + (f" of {count} processes" if count > 1 else "")
     say(f"1. Train for {config.train.steps} steps on {where}")
-    kept = [f"{key}={value}" for key, value in run_config.pairs(overrides) if not key.startswith(OURS)]
+    kept = [f"{key}={value}" for key, value in settings.pairs(overrides) if not key.startswith(OURS)]
     command = [sys.executable, HERE / "local.py", str(count), "--config", CONFIG, *kept]
     subprocess.run([*command, f"--out={out}"], check=True)
     result = json.loads((out / "result.json").read_text())
@@ -151,7 +151,7 @@ def compare_logits(config, checkpoint, export) -> tuple[int, int]:
 def generate(export, max_tokens: int = 200) -> tuple[str, float]:
     """(prompt and continuation, tokens a second after the first)."""
     from k3jax.serve.generate import generate_tokens, load_model
-    from k3jax.train.data import ByteTokenizer
+    from k3jax.text import ByteTokenizer
 
     model, variables = load_model(export)
     tokens, start = [], None

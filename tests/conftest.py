@@ -18,6 +18,7 @@ import pytest  # noqa: E402
 from safetensors.numpy import load_file, save_file  # noqa: E402
 
 import k3jax  # noqa: E402
+from k3jax.text import train_tokenizer  # noqa: E402
 
 jax.config.update("jax_num_cpu_devices", 8)
 jax.config.update("jax_enable_x64", True)
@@ -68,6 +69,32 @@ def tiny():
 
 
 @pytest.fixture(scope="session")
+def tiny_linear():
+    """A Kimi-Linear of one dense KDA layer, one KDA and one MLA layer with experts."""
+    return k3jax.ModelConfig(
+        model_type="kimi_linear",
+        vocab_size=96,
+        hidden_size=24,
+        intermediate_size=40,
+        num_hidden_layers=3,
+        num_attention_heads=2,
+        kv_lora_rank=12,
+        qk_nope_head_dim=8,
+        qk_rope_head_dim=4,
+        v_head_dim=8,
+        kda_layers=(1, 2),
+        full_attn_layers=(3,),
+        kda_head_dim=8,
+        kda_num_heads=2,
+        num_experts=4,
+        num_experts_per_token=2,
+        num_shared_experts=1,
+        moe_intermediate_size=16,
+        eos_token_id=2,
+    )
+
+
+@pytest.fixture(scope="session")
 def refusal():
     """Runs a command that must fail by itself, in a process: what it says, in one line, soon after which it has ended."""
 
@@ -88,6 +115,20 @@ def refusal():
         return line.removeprefix("error: ").rstrip("\n")
 
     return run
+
+
+@pytest.fixture(scope="session")
+def words(tmp_path_factory):
+    """Folder of a tokenizer of the released kind with 2,560 ids, trained on some sources and on other scripts."""
+    folder = tmp_path_factory.mktemp("words")
+    sources = [Path(json.__file__), Path(shutil.__file__), Path(os.__file__)]
+    scripts = [
+        "Der Käse — naïve Straße, déjà vu. Съешь ещё этих мягких булок. Ελληνικά γράμματα.\n" * 9,
+        "你好，世界！我是学生。漢字とかなとカタカナ。안녕하세요 세계.\n" * 9,
+        "مرحبا بالعالم שלום עולם नमस्ते दुनिया 🙂👩‍💻\n" * 9,
+    ]
+    train_tokenizer([*(source.read_text(encoding="utf-8") for source in sources), *scripts], 2560, folder)
+    return folder
 
 
 ROOT = Path(__file__).parents[1]

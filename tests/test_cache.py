@@ -135,11 +135,11 @@ def test_decoding_copies_no_cache(tiny):
         ({"length": 11}, "cache: found length 11 of max_len 8, must leave room for the 1 new tokens"),
         (
             {"cfg": {"kda_head_dim": 8}},
-            r"cache: found shape \(1, 3, 2, 16, 16\) for segment_0/layer_0/state, must be \(1, 3, 2, 8, 8\) as `init_cache`",
+            r"cache: found shape \(1, 3, 2, 16, 16\) for segment_0/layer_0/state, must be \(1, 3, 2, 8, 8\) as",
         ),
         ({"cfg": {"kda_layers": (1, 2), "full_attn_layers": ()}}, "cache: found nothing for segment_0/layer_1/state"),
-        ({"dtype": {"state": jnp.bfloat16}}, "cache: found dtype bfloat16 for segment_0/layer_0/state, must be float32 or wider"),
-        ({"dtype": {"latent": jnp.int32}}, "cache: found dtype int32 for segment_0/layer_1/latent, must be a floating one"),
+        ({"dtype": {"state": jnp.bfloat16}}, "found dtype bfloat16 for segment_0/layer_0/state, must be float32 or wider"),
+        ({"dtype": {"latent": jnp.int32}}, "found dtype int32 for segment_0/layer_1/latent, must be a floating one"),
     ],
 )
 def test_a_cache_that_does_not_fit(tiny, change, message):

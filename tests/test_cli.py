@@ -27,15 +27,8 @@ from k3jax.cli.bench import BenchKda
 from k3jax.config import ModelConfig, VisionConfig
 from k3jax.hf.inspect import Report
 from k3jax.lock import LOCK, locked
-from k3jax.run_config import (
-    DataConfig,
-    MeshConfig,
-    ProcessesConfig,
-    RunConfig,
-    TrainConfig,
-    apply_overrides,
-    load_config,
-)
+from k3jax.run_config import DataConfig, MeshConfig, ProcessesConfig, RunConfig, TrainConfig
+from k3jax.settings import STRATEGIES, apply_overrides, load_config, load_strategy, strategy_names
 
 ROOT = Path(__file__).parents[1]
 MODEL = ModelConfig(
@@ -304,7 +297,7 @@ def test_bench_strategies(benchmark, calls, capsys, config_file, tmp_path):
     assert list(calls[1][1]) == ["tp", "ep_cp"] and json.loads(Path(out).read_text()) == {"heads": 0}
     assert not jax.config.jax_enable_compilation_cache
     assert cli.main(["bench", "strategies", "--config", config_file]) == 0
-    assert list(calls[3][1]) == run_config.strategy_names() and calls[3][2] == 5
+    assert list(calls[3][1]) == strategy_names() and calls[3][2] == 5
 
 
 def test_bench_strategies_refuses_before_jax_is_set_up(benchmark, calls, capsys, config_file):
@@ -349,7 +342,7 @@ def test_plan_ends_with_2_after_its_table_where_a_strategy_does_not_fit(capsys):
     "line, says",
     [
         ("trian", "trian: no such command; did you mean train?"),
-        ("x", "x: no such command; must be one of train, generate, convert, plan, bench, inspect"),
+        ("x", "x: no such command; must be one of train, generate, data, convert, plan, bench, inspect"),
         ("train", "Missing from python -m k3jax train: --config STR"),
         ("train --config none.py", "none.py: no such file"),
         ("convert", "Expected one of {import, export, synthesize}."),
@@ -366,7 +359,7 @@ def test_plan_ends_with_2_after_its_table_where_a_strategy_does_not_fit(capsys):
         ("generate a --prompt b --experts x", "invalid choice 'x' for argument '--experts'"),
         ("generate a --prompt b --top-p 0", "--top-p 0.0: must be above 0 and at most 1"),
         ("generate a --prompt b --max-tokens 0", "--max-tokens 0: must be at least 1"),
-        ("bench", "Expected one of {convert, kda, moe, step, strategies}."),
+        ("bench", "Expected one of {convert, data, kda, moe, step, strategies}."),
         ("bench convert --folder none", "--folder none: must be a folder that exists"),
         ("bench convert --gib -1", "--gib -1.0: must be 0 or more"),
         ("bench convert --repeats 0", "--repeats 0: must be from 1 to 10,000"),
@@ -520,13 +513,13 @@ VISION = VisionConfig(14, 64, 64, 4, 12, 27, 1024, 4096, 1536, 1024, MODEL.hidde
 SEEING = dataclasses.replace(CONFIG, model=dataclasses.replace(MODEL, vision=VISION))
 
 
-@pytest.mark.parametrize("key", run_config._keys(SEEING))
+@pytest.mark.parametrize("key", run_config.keys(SEEING))
 def test_every_setting_reads_back_its_own_value(key):
-    value = run_config._get(SEEING, key)
+    value = run_config.get(SEEING, key)
     text = ",".join(map(str, value)) or "None" if isinstance(value, tuple) else str(value)
     for overrides in ([f"{key}={text}"], [f"--{key}={text}"], [f"--{key.replace('_', '-')}", text]):
         changed = apply_overrides(SEEING, overrides)
-        assert changed == SEEING and type(run_config._get(changed, key)) is type(value)
+        assert changed == SEEING and type(run_config.get(changed, key)) is type(value)
 
 
 def test_values_are_typed():
@@ -589,11 +582,11 @@ def test_override_errors(override, says):
 # ---- strategies --------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", run_config.strategy_names())
+@pytest.mark.parametrize("name", strategy_names())
 def test_every_strategy_explains_itself_and_takes_all_devices(name):
-    text = (run_config.STRATEGIES / f"{name}.py").read_text()
+    text = (STRATEGIES / f"{name}.py").read_text()
     assert text.startswith('"""') and "Communicates: " in text and text.count("\n") <= 15
-    mesh = run_config.load_strategy(name)
+    mesh = load_strategy(name)
     used = {"dp": "data", "fsdp": "fsdp", "ep": "expert", "cp": "context", "tp": "tensor"}
     assert {axis for axis, size in vars(mesh).items() if size != 1} == {used[part] for part in name.split("_")}
     assert [mesh.on(devices).size for devices in (8, 64, 1024)] == [8, 64, 1024]
@@ -727,7 +720,7 @@ def test_refusals_are_true_and_what_passes_divides(sizes, batch, experts):
         line = re.fullmatch(r".*=(\d+): must be a multiple of (\S+)=(\d+)", str(error))
         found, factors, product = line.groups()
         assert int(found) % int(product)
-        assert int(product) == math.prod(run_config._get(config, factor) for factor in factors.split("*"))
+        assert int(product) == math.prod(run_config.get(config, factor) for factor in factors.split("*"))
     else:
         assert batch % (data * fsdp * expert) == 0 and experts % (expert * tensor) == 0
         assert 4 % tensor == 0 and 64 % fsdp == 0 and 96 % fsdp == 0

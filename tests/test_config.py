@@ -225,6 +225,15 @@ def test_fields_that_are_easily_mixed_up(k3, linear):
     assert (linear.hidden_act, linear.routed_scaling_factor, linear.vision) == ("silu", 2.446, None)
 
 
+@pytest.mark.parametrize("name", ["k3_tiny", "kimi_linear_tiny"])
+@pytest.mark.parametrize("ids, stop_ids", [(7, {7}), ([7, 9], {7, 9}), (None, set())])
+def test_one_or_several_tokens_end_a_generation(name, ids, stop_ids):
+    cfg = ModelConfig.from_hf(raw(name) | {"eos_token_id": ids})
+    its_own = {2} if name == "k3_tiny" else set()  # of the text model
+    assert cfg.stop_ids == stop_ids | its_own and hash(cfg) == hash(ModelConfig.from_hf(cfg.to_hf()))
+    assert cfg.to_hf()["eos_token_id"] == ids
+
+
 # ---- refusals -------------------------------------------------------------------------------------
 
 NULL = object()  # JSON's null; None below takes the key away
@@ -280,7 +289,8 @@ NULL = object()  # JSON's null; None below takes the key away
         ("k3_tiny", "text_config.moe_renormalize", 1, "moe_renormalize: found 1, must be True or False"),
         ("k3_tiny", "text_config.num_attention_heads", "3", "num_attention_heads: found '3', must be an int"),
         ("k3_tiny", "text_config.num_key_value_heads", NULL, "num_key_value_heads: found None, must equal"),
-        ("k3_tiny", "eos_token_id", [2], r"eos_token_id: found \[2\], must be an integer or None"),
+        ("k3_tiny", "bos_token_id", [2], r"bos_token_id: found \(2,\), must be an integer or None"),
+        ("k3_tiny", "eos_token_id", ["2"], r"eos_token_id: found \('2',\), must be an integer or a tuple of .* or None"),
         ("k3_tiny", "text_config", [], r"text_config: found \[\], must be a JSON object"),
         ("k3_tiny", "text_config.linear_attn_config", NULL, "linear_attn_config: found None, must be a JSON"),
         ("k3_tiny", "text_config.quantization_config", "fp4", "quantization_config: found 'fp4', must be a"),

@@ -1,6 +1,5 @@
 """Every file of a run, an import and an export damaged in every way, then read by every command: one line, or right."""
 
-import dataclasses
 import shutil
 from pathlib import Path
 

@@ -1,6 +1,7 @@
 """Forward mode: the whole model with kda_impl="scan" on one device, and what is said of everything else."""
 
 import dataclasses
+from functools import partial
 
 import chex
 import jax
@@ -13,6 +14,7 @@ from k3jax.config import VisionConfig
 from k3jax.derivative import by_hand, reverse_only
 from k3jax.nn.model import init_variables
 from k3jax.ops import kda
+from k3jax.ops.experts import Activation, Unit, apply_experts
 from k3jax.train import step as training
 from k3jax.vision import Patches, pack
 
@@ -139,6 +141,26 @@ def test_the_other_forms_say_what_to_take(tiny):
         loss, params = loss_of(tiny, **settings)
         with pytest.raises(TypeError, match=MESSAGE):
             jax.jit(lambda x: jax.jvp(loss, (x,), (x,))).lower(params)  # noqa: B023
+
+
+def test_curvature_of_experts():
+    """Of both forms with derivatives by hand, against the one without."""
+    x, weights = draw(9, jnp.zeros((6, 32))), jax.nn.sigmoid(draw(10, jnp.zeros((6, 2))))
+    experts = tuple(draw(11 + i, jnp.zeros((4, *shape))) / 4 for i, shape in enumerate([(8, 32), (8, 32), (32, 8)]))
+    indices = jnp.asarray([[0, 1], [1, 2], [2, 3], [0, 3], [1, 3], [0, 2]], jnp.int32)
+
+    def loss(impl, arguments):
+        x, weights, experts = arguments
+        y, _ = apply_experts(x, weights, indices, jnp.ones(6, bool), experts, Unit(Activation("situ")), impl=impl)
+        return jnp.sum(y**2)
+
+    arguments = x, weights, experts
+    fixed, ragged, plain = (
+        jax.jit(lambda a, v, impl=impl: jax.jvp(jax.grad(partial(loss, impl)), (a,), (v,))[1])(arguments, draw(14, arguments))
+        for impl in ("fixed", "ragged", "plain")
+    )
+    chex.assert_trees_all_close(fixed, plain, rtol=1e-10, atol=1e-10)
+    chex.assert_trees_all_close(ragged, plain, rtol=1e-10, atol=1e-10)
 
 
 def test_curvature(tiny):

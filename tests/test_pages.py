@@ -10,11 +10,11 @@ from pathlib import Path
 
 import pytest
 
-from k3jax import cli, run_config
-from k3jax.run_config import apply_overrides, load_config
+from k3jax import cli, run_config, settings
+from k3jax.settings import apply_overrides, load_config
 
 ROOT = Path(__file__).parents[1]
-PARTS = ("ops", "nn", "train", "hf", "serve", "plan", "bench", "vision")
+PARTS = ("ops", "nn", "train", "hf", "serve", "plan", "bench", "vision", "text", "chat", "data")
 PAGES = [Path("README.md"), *(Path("k3jax", part, "README.md") for part in PARTS)]
 PAGES += [Path(folder, "README.md") for folder in ("configs", "launch")]
 
@@ -102,7 +102,7 @@ def test_snippets_import_what_there_is(page):
 def test_strategies_are_those_there_are():
     page = Path("configs/README.md").read_text()
     measured = re.findall(r"(?m)^\| `(\w+)` \|", page)
-    assert set(measured) <= set(run_config.strategy_names()) and len(measured) > 5
+    assert set(measured) <= set(settings.strategy_names()) and len(measured) > 5
     assert [field.name for field in dataclasses.fields(run_config.MeshConfig)] == re.findall(
         r"(?m)^\| `(\w+)` \| (?:the|each|heads)", Path("k3jax/train/README.md").read_text()
     )

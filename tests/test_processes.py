@@ -16,7 +16,7 @@ import pytest
 import yaml
 
 import k3jax
-from k3jax.run_config import apply_overrides, load_config
+from k3jax.settings import apply_overrides, load_config
 from k3jax.train import loop
 from k3jax.train import step as training
 from k3jax.train.checkpoint import Checkpoints

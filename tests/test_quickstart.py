@@ -6,6 +6,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).parents[1]
 SMALL = [
     "model.num_hidden_layers=3",
@@ -19,11 +21,12 @@ SMALL = [
 ]
 
 
-def test_quickstart(tmp_path):
+@pytest.mark.parametrize("dtype", ["float32", pytest.param("bfloat16", marks=pytest.mark.slow)])
+def test_quickstart(tmp_path, dtype):
     # Neither cache nor folder of the user's is touched, and the working directory is not the project's.
     env = {**os.environ, "PYTHONPATH": str(ROOT), "K3JAX_CACHE": str(tmp_path / "cache")}
     done = subprocess.run(
-        [sys.executable, ROOT / "launch" / "quickstart.py", *SMALL, f"--out={tmp_path / 'run'}"],
+        [sys.executable, ROOT / "launch" / "quickstart.py", *SMALL, f"train.dtype={dtype}", f"--out={tmp_path / 'run'}"],
         cwd=tmp_path,
         env=env,
         capture_output=True,

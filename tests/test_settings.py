@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 import k3jax.cli.bench
-from k3jax import cli, run_config, runtime
+from k3jax import cli, runtime, settings
 from k3jax.config import VisionConfig
 from k3jax.run_config import DataConfig, RunConfig
 from k3jax.values import ANY, PATH, _kind, hints
@@ -35,7 +35,8 @@ WRONG = {
     bool: ("", "-7", "1e20", "nan", "x"),
     str: ("",),
 }
-NEGATIVE_IS_RIGHT = {"gate_lower_bound", "bos_token_id", "eos_token_id", "pad_token_id"}  # ids: a model without such tokens
+# Ids: a model without such tokens.
+NEGATIVE_IS_RIGHT = {"gate_lower_bound", "bos_token_id", "eos_token_id", "text_eos_token_id", "pad_token_id"}
 
 
 def wrong(name: str, hint) -> list[str]:
@@ -170,7 +171,7 @@ def flags_of(cls, prefix=""):
 def test_all_commands_are_found():
     assert set(COMMANDS) == {
         "train", "generate", "plan", "inspect", "convert import", "convert export", "convert synthesize",
-        "bench convert", "bench kda", "bench moe", "bench step", "bench strategies",
+        "data tokenize", "data inspect", "data show", "bench convert", "bench data", "bench kda", "bench moe", "bench step", "bench strategies",
     }  # fmt: skip
 
 
@@ -263,13 +264,13 @@ def test_refusals_take_less_than_two_seconds_and_no_jax(seeing, tmp_path, line):
 )
 def test_numbers_beyond_their_types(seeing, overrides, says):
     with pytest.raises(ValueError) as error:
-        run_config.apply_overrides(seeing, overrides.split()).validate()
+        settings.apply_overrides(seeing, overrides.split()).validate()
     assert str(error.value).startswith(says)
 
 
 def test_the_largest_numbers_fit(seeing):
     most = "train.steps=2147483647 data.seed=4294967295 train.seed=4294967295 train.eval_windows=2147483647"
-    run_config.apply_overrides(seeing, [*most.split(), "data.seq_len=268435448", "model.max_position_embeddings=268435448",
+    settings.apply_overrides(seeing, [*most.split(), "data.seq_len=268435448", "model.max_position_embeddings=268435448",
                                         "data.batch_size=8", "train.learning_rate=3.4e38"]).validate()
 
 
@@ -300,9 +301,9 @@ def test_flags_beyond_their_types(refuses, line, says):
 
 def test_truth_and_whole_numbers_as_people_write_them(seeing):
     for text, value in (("true", True), ("ON", True), ("1", True), ("Yes", True), ("false", False), ("off", False), ("0", False), ("no", False)):
-        assert run_config.apply_overrides(seeing, [f"train.qat={text}"]).train.qat is value
+        assert settings.apply_overrides(seeing, [f"train.qat={text}"]).train.qat is value
     for text, value in (("1e3", 1000), ("1_000", 1000), ("2.5e2", 250), ("1E3", 1000), ("+7", 7)):
-        steps = run_config.apply_overrides(seeing, [f"train.steps={text}"]).train.steps
+        steps = settings.apply_overrides(seeing, [f"train.steps={text}"]).train.steps
         assert steps == value and type(steps) is int
 
 
@@ -325,18 +326,18 @@ def home(monkeypatch, tmp_path):
 
 def test_home_folders(home, seeing, tiny, monkeypatch):
     overrides = ["out=~/run", "resume=~/old", "data.paths=~/a,~/b/*.txt"]
-    config = run_config.apply_overrides(seeing, overrides)
+    config = settings.apply_overrides(seeing, overrides)
     assert (config.out, config.resume) == (f"{home}/run", f"{home}/old")
     assert config.data.paths == (f"{home}/a", f"{home}/b/*.txt")
     assert RunConfig(model=tiny, out="~/run", data=DataConfig(pairs=("~/p",))).data.pairs == (f"{home}/p",)
-    assert run_config.apply_overrides(seeing, ["out=~nobody-of-this-name/run"]).out == "~nobody-of-this-name/run"
+    assert settings.apply_overrides(seeing, ["out=~nobody-of-this-name/run"]).out == "~nobody-of-this-name/run"
     (home / "config.py").write_text(FILE.format(config=seeing))
     (home / "mine.py").write_text("from k3jax.run_config import MeshConfig\nmesh = MeshConfig(data=4)\n")
     found = []
     monkeypatch.setattr(cli.Plan, "run", lambda command: found.append(command))
     monkeypatch.setattr(cli.Generate, "run", lambda command: found.append(command))
-    assert run_config.load_config("~/config.py") == seeing
-    assert run_config.load_strategy("~/mine.py").data == 4
+    assert settings.load_config("~/config.py") == seeing
+    assert settings.load_strategy("~/mine.py").data == 4
     assert cli.main(["plan", "--config", "~/config.py", "--json=~/plan.json"]) == 0
     assert (found[0].config, found[0].json) == (f"{home}/config.py", f"{home}/plan.json")
     assert cli.main(["generate", "~/run", "--prompt", "~", "--image", "~/a.png"]) == 0

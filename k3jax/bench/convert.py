@@ -27,7 +27,7 @@ from k3jax.hf.files import INDEX
 from k3jax.hf.names import table as released
 from k3jax.hf.synthesize import synthesize
 from k3jax.ops import mx
-from k3jax.run_config import CONFIGS, load_model
+from k3jax.settings import CONFIGS, load_model
 from k3jax.runtime import peak_memory
 
 GIB = 2**30
@@ -183,7 +183,7 @@ def _index(folder: Path) -> dict[str, Any]:
 
     cfg = load_model(CONFIGS / "kimi_k3.py")
     leaves = released(cfg)
-    writer = ShardWriter(folder, cfg, leaves, split(leaves, 17 * 10**9))
+    writer = ShardWriter(folder, cfg.to_hf(), leaves, split(leaves, 17 * 10**9))
     writer.begin()
     writer.commit()
     found = _child(_plan, folder)

@@ -1,4 +1,4 @@
-"""The command line: `python -m k3jax train | generate | convert | plan | bench | inspect`.
+"""The command line: `python -m k3jax train | generate | data | convert | plan | bench | inspect`.
 
 A mistake in what the user gave (a setting, a file, a checkpoint) ends with one line on stderr and exit code
 2; `K3JAX_TRACEBACK=1` shows where it was raised. JAX is imported when a command runs, not for `--help`.
@@ -23,11 +23,11 @@ from tyro.conf import Positional, subcommand
 from k3jax import runtime
 from k3jax.cli.bench import Bench, BenchStep, BenchStrategies
 from k3jax.cli.convert import Convert, Inspect
+from k3jax.cli.data import Data
 from k3jax.cli.options import at_least, check, tidied
 from k3jax.cli.plan import Plan
-from k3jax.config import shown
+from k3jax.checks import shown
 from k3jax.paths import check_kind
-from k3jax.runtime import show_what_can_be_shown
 from k3jax.values import FLAGS, AnyText, PathText, Seed
 
 
@@ -43,9 +43,9 @@ class Train:
     """Python file that defines `config`, a k3jax.run_config.RunConfig."""
 
     def run(self, overrides: Sequence[str]) -> None:
-        from k3jax import run_config
+        from k3jax import settings
 
-        config = run_config.apply_overrides(run_config.load_config(self.config), overrides)
+        config = settings.apply_overrides(settings.load_config(self.config), overrides)
         mistake = None
         try:
             config.validate()
@@ -125,12 +125,13 @@ class Generate:
 Command = (
     Annotated[Train, subcommand("train")]
     | Annotated[Generate, subcommand("generate")]
+    | Annotated[Data, subcommand("data")]
     | Annotated[Convert, subcommand("convert")]
     | Annotated[Plan, subcommand("plan")]
     | Annotated[Bench, subcommand("bench")]
     | Annotated[Inspect, subcommand("inspect")]
 )
-_NAMES = ("train", "generate", "convert", "plan", "bench", "inspect")
+_NAMES = ("train", "generate", "data", "convert", "plan", "bench", "inspect")
 _PROG = "python -m k3jax"
 
 
@@ -141,7 +142,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         >>> main(["train", "--config", "configs/quickstart.py", "train.steps=50"])
         0
     """
-    show_what_can_be_shown()
+    runtime.show_what_can_be_shown()
     try:
         command, rest = _parse(list(sys.argv[1:] if argv is None else argv))
         if command is not None:
@@ -195,7 +196,7 @@ def _parse(argv: list[str]):
         if stop.code:
             raise ValueError(_condense(complaint.getvalue())) from None
         if argv[:1] == ["train"]:
-            from k3jax.run_config import print_settings
+            from k3jax.settings import print_settings
 
             print_settings()
         return None, ()

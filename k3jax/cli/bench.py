@@ -1,8 +1,9 @@
-"""`python -m k3jax bench convert | kda | moe | step | strategies`."""
+"""`python -m k3jax bench convert | data | kda | moe | step | strategies`."""
 
 from __future__ import annotations
 
 import dataclasses
+import os
 import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -11,7 +12,7 @@ from typing import Annotated, Literal
 
 from tyro.conf import subcommand
 
-from k3jax.cli.options import MOST_ROUNDS, at_least, check, in_memory, rounds, writable
+from k3jax.cli.options import MOST_ROUNDS, at_least, check, in_memory, rounds, workers, writable
 from k3jax.values import PathText
 
 MOST_ROWS = 4096  # of a decoding step
@@ -51,6 +52,44 @@ class BenchConvert:
         from k3jax.bench import convert
 
         _hand_over(convert, convert.run(self), self.out)
+
+
+@dataclass(frozen=True)
+class BenchData:
+    """Measure making a tokenised corpus and reading packed rows: rates, memory, and how full the rows are."""
+
+    folder: PathText = "."
+    """Where to make both; three times --mb and one and a half times --gib must be free."""
+    mb: float = 100.0
+    """Input of each kind, texts and conversations, in 10^6 bytes; 0 leaves making out."""
+    gib: float = 2.0
+    """Size of the corpus that is read; 0 leaves reading out."""
+    workers: int = 0
+    """Processes that make; 0 for one a core."""
+    seconds: float = 10.0
+    """How long to read."""
+    tokenizer: PathText | None = None
+    """Folder of a tokenizer's files; one of 16,384 tokens is made without."""
+    out: PathText | None = None
+    """JSON file to write."""
+
+    def run(self) -> None:
+        check(
+            ("folder", self.folder, Path(self.folder).is_dir(), "a folder that exists"),
+            ("mb", self.mb, self.mb >= 0, "0 or more"),
+            ("gib", self.gib, self.gib >= 0, "0 or more"),
+            workers(self.workers),
+            ("seconds", self.seconds, self.seconds > 0, "above 0"),
+            ("tokenizer", self.tokenizer, self.tokenizer is None or Path(self.tokenizer).is_dir(), "a folder that exists"),
+            writable("out", self.out),
+        )
+        free, needed = shutil.disk_usage(self.folder).free, 3e6 * self.mb + 1.5 * 2**30 * self.gib
+        room = f"smaller: --mb and --gib take {needed / 1e9:.3g} GB, {free / 1e9:.3g} GB are free in --folder {self.folder}"
+        check(("mb", self.mb, 3e6 * self.mb <= free, room), ("gib", self.gib, needed <= free, room))
+        from k3jax.bench import data
+
+        options = dataclasses.replace(self, workers=self.workers or os.cpu_count() or 1)
+        _hand_over(data, data.run(options), self.out)
 
 
 @dataclass(frozen=True)
@@ -162,10 +201,10 @@ class BenchStep:
             ("decode-batch", self.decode_batch, 0 <= self.decode_batch <= MOST_ROWS, most),
             writable("out", self.out),
         )
-        from k3jax import run_config
+        from k3jax import run_config, settings
 
-        path = self.config or run_config.CONFIGS / "midsize.py"
-        config = run_config.apply_overrides(run_config.load_config(path), overrides)
+        path = self.config or settings.CONFIGS / "midsize.py"
+        config = settings.apply_overrides(settings.load_config(path), overrides)
         dataclasses.replace(config, mesh=run_config.MeshConfig(), cpu_devices=0).validate()
         _compile_anew()
         from k3jax.bench import step
@@ -191,12 +230,12 @@ class BenchStrategies:
 
     def run(self, overrides: Sequence[str] = ()) -> None:
         check(*rounds(steps=self.steps), writable("out", self.out))
-        from k3jax import run_config, runtime
+        from k3jax import run_config, runtime, settings
 
-        path = self.config or run_config.CONFIGS / "quickstart.py"
-        config = run_config.apply_overrides(run_config.load_config(path), overrides)
-        names = self.strategies.split(",") if self.strategies else run_config.strategy_names()
-        meshes = {name: run_config.load_strategy(name) for name in names}
+        path = self.config or settings.CONFIGS / "quickstart.py"
+        config = settings.apply_overrides(settings.load_config(path), overrides)
+        names = self.strategies.split(",") if self.strategies else settings.strategy_names()
+        meshes = {name: settings.load_strategy(name) for name in names}
         if config.processes.count > 1:
             raise ValueError(f"processes.count={config.processes.count}: must be 1 in a benchmark")
         dataclasses.replace(config, mesh=run_config.MeshConfig(), cpu_devices=0).validate()
@@ -231,6 +270,7 @@ class Bench:
 
     subject: (
         Annotated[BenchConvert, subcommand("convert")]
+        | Annotated[BenchData, subcommand("data")]
         | Annotated[BenchKda, subcommand("kda")]
         | Annotated[BenchMoe, subcommand("moe")]
         | Annotated[BenchStep, subcommand("step")]

@@ -61,7 +61,7 @@ class Import:
 
 @dataclass(frozen=True)
 class Export:
-    """Write a run's checkpoint in the released layout, experts packed.
+    """Write a run's checkpoint in the released layout, experts packed, or for other programs.
 
     Goes on where the same command was stopped, by whatever.
     """
@@ -70,6 +70,12 @@ class Export:
     """Checkpoint of a run or an import: its step folder, or a run folder for its newest one."""
     destination: Positional[PathText]
     """Folder to write."""
+    layout: Literal["released", "transformers"] = "released"
+    """Names and configuration as released, or as Transformers saves them, which has Kimi-Linear alone."""
+    experts: Literal["packed", "bf16"] = "packed"
+    """Experts of a quantised model as MXFP4, or as the bfloat16 that it stands for."""
+    dtype: Literal["bfloat16", "float32"] = "bfloat16"
+    """Type of the other weights."""
     shard_gb: float = 5.0
     """Largest shard, in 10^9 bytes."""
     memory_gib: float = 2.0
@@ -81,6 +87,7 @@ class Export:
         from k3jax import runtime
 
         runtime.setup()
+        from k3jax.hf.layouts import Form
         from k3jax.train import convert
 
         convert.export_checkpoint(
@@ -88,6 +95,7 @@ class Export:
             self.destination,
             max_shard_size=int(self.shard_gb * 10**9),
             memory=int(self.memory_gib * 2**30),
+            form=Form(self.layout, self.dtype, self.experts),
         )
 
 
@@ -118,7 +126,7 @@ class Synthesize:
             ("num-experts", self.num_experts, experts, f"from 1 to {MOST_EXPERTS:,}"),
             _bytes("shard-gb", self.shard_gb, 10**9),
         )
-        from k3jax.run_config import load_model
+        from k3jax.settings import load_model
 
         cfg = load_model(self.config)
         cfg = cfg if self.layers is None else cfg.first_layers(self.layers)

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import is_dataclass
 from pathlib import Path
 
-from k3jax.config import shown
+from k3jax.checks import shown
 from k3jax.values import truth
 
 Option = tuple[str, object, bool, str]
@@ -32,6 +32,12 @@ def rounds(**options: int) -> list[Option]:
     """For `check`: how often something is measured."""
     right = f"from 1 to {MOST_ROUNDS:,}"
     return [(name, value, 1 <= value <= MOST_ROUNDS, right) for name, value in options.items()]
+
+
+def workers(count: int) -> Option:
+    """For `check`: processes of this machine, 0 for one a core."""
+    most = 8 * (os.cpu_count() or 1)
+    return "workers", count, 0 <= count <= most, f"from 0 to {most}, eight times this machine's cores"
 
 
 def writable(name: str, path: str | None) -> Option:

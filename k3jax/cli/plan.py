@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from k3jax.cli.options import at_least, check, writable
-from k3jax.config import LARGEST, shown
+from k3jax.checks import LARGEST, shown
 from k3jax.values import PathText, parse
 
 MOST_DEVICES = 2**20
@@ -107,7 +107,7 @@ class Plan:
     def _answers(self, mesh):
         from k3jax.plan import answer, hardware, presets
         from k3jax.plan.setting import Serve, Train
-        from k3jax.run_config import CONFIGS, load_model
+        from k3jax.settings import CONFIGS, load_model
 
         if self.preset:
             return presets.PRESETS[self.preset](self.price)
@@ -151,7 +151,8 @@ def mesh_of(text: str):
     Raises:
         ValueError: an unknown axis, one given twice, or a size that is no number.
     """
-    from k3jax.run_config import MeshConfig, load_strategy
+    from k3jax.run_config import MeshConfig
+    from k3jax.settings import load_strategy
 
     if "=" not in text:
         return load_strategy(text)

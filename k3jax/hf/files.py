@@ -10,8 +10,9 @@ import os
 import re
 import stat
 import weakref
+from collections import Counter
 from collections.abc import Container, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path, PureWindowsPath
 from typing import NamedTuple
@@ -20,12 +21,15 @@ import numpy as np
 
 from k3jax import strict_json
 from k3jax.config import ModelConfig
-from k3jax.hf.names import DTYPES, table
+from k3jax.dialects import released_name
+from k3jax.hf.names import DTYPES, FLOATS, Leaf, table
 from k3jax.paths import check_kind, expand
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 _LONGEST_HEADER = 100_000_000  # bytes; what the safetensors library reads, too
+_WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf")  # what programs keep weights in
+_BUFFER = ".rotary_emb.inv_freq"  # that a program once computed and kept; nothing here is rotated
 _DTYPE = re.compile(r"(?:BOOL|(?:F|BF|U|I|C)(\d+)(?:_\w+)?)")  # such as BF16, U8, F8_E4M3
 
 
@@ -88,8 +92,11 @@ class Shard:
             raise ValueError("the header is not a JSON object")
         tensors.pop("__metadata__", None)
         headers, places = {}, []
-        for name, entry in tensors.items():
-            headers[name], begin, end = _entry(name, entry)
+        for found, entry in tensors.items():
+            name = released_name(found)
+            if name in headers:
+                raise ValueError(f"{name} is listed twice, under another name too")
+            headers[name], begin, end = _entry(found, entry)
             places.append((begin, end, name))
         reached, before = 0, "the header"
         for begin, end, name in sorted(places):
@@ -104,7 +111,10 @@ class Shard:
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """Headers of a folder's tensors, and what is wrong by tensor or shard name. Data stays on disk."""
+    """Headers of a folder's tensors, by their released names, and what is wrong by tensor or shard name. Data stays on disk.
+
+    `ignored`: what lies in the same shards and is not part of the checkpoint, and why.
+    """
 
     path: Path
     index: dict
@@ -112,6 +122,7 @@ class Checkpoint:
     shards: dict[str, Shard]
     headers: dict[str, Header]
     problems: dict[str, str]
+    ignored: dict[str, str]
 
     def read(self, spans: Iterable[tuple[str, int, int]], out: np.ndarray) -> None:
         """Fills `out`, C-contiguous, with the bytes of spans (tensor, first byte, bytes)."""
@@ -141,19 +152,18 @@ class Checkpoint:
 def open_checkpoint(path: str | Path, wanted: Container[str] | None = None) -> Checkpoint:
     """Reads a folder's index and every shard's header; without an index, those of `model.safetensors`.
 
-    Shards that hold none of the `wanted` tensors are left alone; None wants all. Raises `CheckpointError` if neither can be
-    read; what is wrong with shards is collected in `problems`.
+    The index alone says which tensors there are and where: others in its shards, and copies elsewhere, are `ignored`. Shards
+    that hold none of the `wanted` tensors are left alone; None wants all. Raises `CheckpointError` if neither index nor
+    `model.safetensors` can be read; what is wrong with shards is collected in `problems`.
     """
     path = Path(expand(path))
     index = _read_index(path)
-    weight_map = dict(index["weight_map"]) if index else {}
-    if wanted is not None:
-        weight_map = {name: shard for name, shard in weight_map.items() if name in wanted}
-    listed = weight_map.copy()
-    shards: dict[str, Shard] = {}
+    listed = _by_released_name(path, index["weight_map"]) if index else None
+    weight_map = {name: shard for name, shard in (listed or {}).items() if wanted is None or name in wanted}
     headers: dict[str, Header] = {}
+    shards: dict[str, Shard] = {}
     problems: dict[str, str] = {}
-    elsewhere: list[tuple[str, str]] = []
+    ignored: dict[str, str] = {}
     for shard in sorted(set(weight_map.values())) if index else [SINGLE]:
         if problem := misplaced(path, shard):
             problems[shard] = problem
@@ -167,18 +177,20 @@ def open_checkpoint(path: str | Path, wanted: Container[str] | None = None) -> C
             problems[shard] = f"the shard is cut short or damaged ({error}); fetch it again"
         else:
             for name, header in shards[shard].headers.items():
-                if weight_map.setdefault(name, shard) == shard:
-                    headers[name] = header
+                home = shard if listed is None else listed.get(name)
+                if home == shard and not name.endswith(_BUFFER):
+                    weight_map[name], headers[name] = shard, header
+                elif home == shard:
+                    weight_map.pop(name, None)
+                    ignored[name] = f"in {shard}, a buffer that the model does not use"
+                elif home is None:
+                    ignored[name] = f"in {shard}, but not in the index"
                 else:
-                    elsewhere.append((name, shard))
-    if index:
-        for name in headers.keys() - index["weight_map"].keys():
-            problems[name] = f"in {weight_map[name]}, but not in the index"
-        for name, shard in listed.items():
-            if name not in headers and shard in shards:
-                problems[name] = f"the index says {shard}, which does not hold it"
-    problems |= {name: f"in {weight_map[name]} and again in {shard}" for name, shard in elsewhere if name in headers}
-    return Checkpoint(path, index, weight_map, shards, headers, problems)
+                    ignored[name] = f"in {shard}, but the index says {home}"
+    for name, shard in weight_map.items():
+        if name not in headers and shard in shards:
+            problems[name] = f"the index says {shard}, which does not hold it"
+    return Checkpoint(path, index, weight_map, shards, headers, problems, ignored)
 
 
 def check(cfg: ModelConfig, checkpoint: Checkpoint, of: ModelConfig | None = None) -> dict[str, str]:
@@ -189,7 +201,7 @@ def check(cfg: ModelConfig, checkpoint: Checkpoint, of: ModelConfig | None = Non
     problems = dict(checkpoint.problems)
     headers, shard_of = checkpoint.headers, checkpoint.weight_map
     known = set()
-    for leaf in table(cfg):
+    for leaf in stored_table(cfg, checkpoint):
         expected = Header(leaf.dtype, leaf.stored)
         for repeat in range(leaf.repeats):
             names = leaf.names(repeat)
@@ -199,7 +211,7 @@ def check(cfg: ModelConfig, checkpoint: Checkpoint, of: ModelConfig | None = Non
                 if found == expected or name in problems or shard_of.get(name) in problems:
                     continue
                 if found is None:
-                    problems[name] = f"missing; expected {expected}"
+                    problems[name] = checkpoint.ignored.get(name, f"missing; expected {expected}")
                 else:
                     problems[name] = f"found {found}, expected {expected}"
     if of is not None:
@@ -210,13 +222,24 @@ def check(cfg: ModelConfig, checkpoint: Checkpoint, of: ModelConfig | None = Non
     return problems
 
 
+def stored_table(cfg: ModelConfig, checkpoint: Checkpoint) -> list[Leaf]:
+    """The table of a model whose floats have the types that a checkpoint stores: BF16 as released, or F32, by leaf."""
+    leaves = []
+    for leaf in table(cfg):
+        found = checkpoint.headers.get(leaf.name(0, 0))
+        floats = found is not None and found.dtype in FLOATS and leaf.dtype in FLOATS
+        leaves.append(replace(leaf, dtype=found.dtype) if floats else leaf)
+    return leaves
+
+
 def released_names(cfg: ModelConfig) -> set[str]:
     """Names of all tensors of a model."""
     return {name for leaf in table(cfg) for repeat in range(leaf.repeats) for name in leaf.names(repeat)}
 
 
-def describe(problems: dict[str, str], limit: int = 10) -> str:
-    """All problems in one line; those of tensors whose names differ in numbers alone are one, and beyond `limit` a number."""
+def describe(problems: dict[str, str], limit: int = 10, what: str = "problem") -> str:
+    """All problems, or what else is listed so, in one line; those of tensors whose names differ in numbers alone are one, and
+    beyond `limit` a number."""
     groups: dict[tuple[str, str], list[str]] = {}
     for name, problem in sorted(problems.items()):
         groups.setdefault((re.sub(r"\.\d+\.", ".*.", name), problem), []).append(name)
@@ -226,7 +249,15 @@ def describe(problems: dict[str, str], limit: int = 10) -> str:
     ]
     count = len(problems)
     more = [f"and {len(lines) - limit} more kinds"] if len(lines) > limit else []
-    return f"{count} problem{'s'[: count != 1]}: " + "; ".join(lines[:limit] + more)
+    return f"{count} {what}{'s'[: count != 1]}: " + "; ".join(lines[:limit] + more)
+
+
+def beside(checkpoint: Checkpoint) -> dict[str, str]:
+    """Files of weights in the folder that the checkpoint does not consist of, and why."""
+    used = set(checkpoint.index["weight_map"].values()) if checkpoint.index else {SINGLE}
+    names = sorted(path.name for path in checkpoint.path.iterdir() if path.suffix in _WEIGHTS)
+    why = "not named by the index" if checkpoint.index else f"beside {SINGLE}, without an index"
+    return {name: why for name in names if name not in used}
 
 
 def misplaced(folder: Path, shard: str) -> str | None:
@@ -283,6 +314,14 @@ def _entry(name: str, entry: object) -> tuple[Header, int, int]:
     if end - begin != header.bytes:
         raise ValueError(f"{name}: {end - begin} bytes for {header}")
     return header, begin, end
+
+
+def _by_released_name(path: Path, weight_map: dict[str, str]) -> dict[str, str]:
+    found = {released_name(name): shard for name, shard in weight_map.items()}
+    if len(found) < len(weight_map):
+        twice, _ = Counter(map(released_name, weight_map)).most_common(1)[0]
+        raise CheckpointError(f"{path / INDEX}: {twice} is listed twice, under another name too")
+    return found
 
 
 def _read_index(path: Path) -> dict:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from k3jax.config import MX_BLOCK, ModelConfig
-from k3jax.hf.files import INDEX, SINGLE, Header, check, describe, open_checkpoint
+from k3jax.hf.files import INDEX, SINGLE, Header, beside, check, describe, open_checkpoint
 from k3jax.hf.names import table
 from k3jax.paths import expand
 
@@ -81,7 +81,9 @@ def report(path: str | Path) -> Report:
         total = sum(header.bytes for header in found.values())
         claimed = checkpoint.index.get("metadata", {}).get("total_size", total)
         if claimed != total:
-            notes = [f"index       says total_size {claimed:,}, the shards hold {total:,}"]
+            notes.append(f"index       says total_size {claimed:,}, the shards hold {total:,}")
+        if ignored := checkpoint.ignored | beside(checkpoint):
+            notes.append(f"ignored     {describe(ignored, what='thing')}")
     tensors = (
         Tensor(name, header, leaf.part, leaf.tensor_parameters)
         if (leaf := leaf_of.get(name))

@@ -15,7 +15,15 @@ import numpy as np
 from flax.traverse_util import flatten_dict, unflatten_dict
 
 from k3jax.config import MX_BLOCK, ModelConfig
-from k3jax.hf.files import Checkpoint, CheckpointError, check, describe, open_checkpoint, released_names
+from k3jax.hf.files import (
+    Checkpoint,
+    CheckpointError,
+    check,
+    describe,
+    open_checkpoint,
+    released_names,
+    stored_table,
+)
 from k3jax.hf.finite import not_finite
 from k3jax.hf.names import DTYPES, Leaf, table
 from k3jax.hf.pieces import PIECE_BYTES, Box, Pieced, boxes, piece_shape, sizes, spans
@@ -34,7 +42,7 @@ def load_hf(
     """The variables of a released checkpoint: the tree `K3(cfg).init` gives.
 
     Weights become `param_dtype` (float32, bfloat16 or float64) and are never rounded: tensors stored as
-    float32 stay so under bfloat16. Routed experts stored as MXFP4 are
+    float32, or so in the released layout, are that under bfloat16. Routed experts stored as MXFP4 are
     dequantised, which is exact in each of these types, or with `experts="packed"` kept as uint8: `*_packed`
     [repeats, E, out, in/2] and `*_scale` [repeats, E, out, in/32]. `cfg` defaults to the folder's
     `config.json`.
@@ -97,7 +105,8 @@ def released_arrays(
         if not any(fnmatchcase(name, pattern) for name in names):
             raise ValueError(f"allow_nonfinite: {pattern!r} is the name of no tensor of this model, nor a pattern of any")
     stored = partial(_stored, checkpoint, tuple(allow_nonfinite))
-    leaves = {leaf.path: leaf for leaf in table(cfg)}
+    leaves = {leaf.path: leaf for leaf in stored_table(cfg, checkpoint)}
+    released = {leaf.path: leaf.dtype for leaf in table(cfg)}
     arrays = {}
     for path, leaf in leaves.items():
         if leaf.is_packed and experts == "dequantized":
@@ -108,7 +117,7 @@ def released_arrays(
         elif leaf.is_scale and experts == "dequantized":
             continue  # read with its codes
         else:
-            shape, dtype = leaf.tree_shape, _tree_dtype(leaf, param_dtype)
+            shape, dtype = leaf.tree_shape, _tree_dtype({leaf.dtype, released[path]}, param_dtype)
             read = partial(_converted, stored, leaf, dtype)
         arrays[path] = Pieced(shape, dtype, piece_shape(shape, dtype.itemsize), read)
     return arrays
@@ -127,10 +136,11 @@ def _placed(leaf: Pieced, sharding: jax.sharding.Sharding) -> jax.Array:
     return jax.make_array_from_single_device_arrays(leaf.shape, sharding, shards)
 
 
-def _tree_dtype(leaf: Leaf, param_dtype: np.dtype) -> np.dtype:
-    if leaf.dtype == "U8":
-        return DTYPES[leaf.dtype]
-    return param_dtype if leaf.dtype == "BF16" else np.promote_types(np.float32, param_dtype)
+def _tree_dtype(types: set[str], param_dtype: np.dtype) -> np.dtype:
+    """Of a leaf with these types, stored and as released."""
+    if "U8" in types:
+        return DTYPES["U8"]
+    return np.promote_types(np.float32, param_dtype) if "F32" in types else param_dtype
 
 
 Stored = Callable[[Leaf, Box], np.ndarray]

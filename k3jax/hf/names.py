@@ -17,6 +17,7 @@ import numpy as np
 from k3jax.config import MX_BLOCK, LayerKind, ModelConfig, VisionConfig
 
 DTYPES = {"BF16": np.dtype(ml_dtypes.bfloat16), "F32": np.dtype(np.float32), "U8": np.dtype(np.uint8)}
+FLOATS = ("BF16", "F32")
 A_LOG_MULTIPLE = 128  # Kimi K3 pads A_log with zeros up to a multiple of this
 NAN_SCALE = 0xFF  # the one block scale that is not a power of two
 

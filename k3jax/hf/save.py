@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Literal
@@ -15,6 +15,7 @@ from flax.traverse_util import flatten_dict
 from k3jax.config import ModelConfig
 from k3jax.hf.files import CheckpointError, describe
 from k3jax.hf.finite import not_finite
+from k3jax.hf.layouts import Form
 from k3jax.hf.names import DTYPES, Leaf, table, tree_shapes
 from k3jax.hf.pieces import PIECE_BYTES, Box, Pieced, piece_shape, sizes, spans
 from k3jax.hf.shards import ShardWriter, split
@@ -33,24 +34,29 @@ def save_hf(
     max_shard_size: int = SHARD_BYTES,
     weight_map: dict[str, str] | None = None,
     scale_rule: Literal["even", "floor"] = "even",
+    layout: Literal["released", "transformers"] = "released",
+    dtype: Literal["bfloat16", "float32"] = "bfloat16",
+    experts: Literal["packed", "bf16"] = "packed",
 ) -> None:
     """Writes variables as released: safetensors shards, their index, `config.json`; `load_hf` inverts it.
 
-    Weights are rounded to BF16, to nearest even (float64 by way of float32); those of the float32 tensors to
-    float32. If `cfg.quantized_experts`, routed experts are quantised to MXFP4 with `scale_rule`, or written
-    through where `variables` holds them packed. Shards hold at most `max_shard_size` bytes of data (a larger
-    tensor is alone in its own), and one holds all tensors of a layer where they fit; `weight_map` fixes
-    another split by naming each tensor's shard.
+    Weights are rounded to BF16, to nearest even (float64 by way of float32), or kept in float32 with that `dtype`; those of
+    the float32 tensors to float32. If `cfg.quantized_experts`, routed experts are quantised to MXFP4 with `scale_rule`, or
+    written through where `variables` holds them packed; with `experts="bf16"` as the values that these stand for, of a model
+    that says it is not quantised. The `layout` "transformers" is that which its `AutoModelForCausalLM` loads. Shards hold at
+    most `max_shard_size` bytes of data (a larger tensor is alone in its own), and one holds all tensors of a layer where
+    they fit; `weight_map` fixes another split by naming each tensor's shard.
 
     Files get their names when all are whole, the index last; until then they end in `.unfinished`. Raises
     `CheckpointError` if the folder exists and is not empty, if a leaf of `variables` is missing, extra or misshaped, if
-    a weight is NaN or infinite, and if the disk is full.
+    a weight is NaN or infinite, and if the disk is full, and `ValueError` for a model that the layout has no words for.
 
     Example:
         >>> save_hf("export", cfg, {"params": state.params, "router": state.router})
     """
     leaves = {path: _in_memory(leaf) for path, leaf in flatten_dict(variables).items()}
-    write_released(checkpoint_dir, cfg, leaves, max_shard_size, weight_map, scale_rule)
+    form = Form(layout, dtype, experts)
+    write_released(checkpoint_dir, cfg, leaves, max_shard_size, weight_map, scale_rule, form)
 
 
 def write_released(
@@ -60,27 +66,32 @@ def write_released(
     max_shard_size: int = SHARD_BYTES,
     weight_map: dict[str, str] | None = None,
     scale_rule: Literal["even", "floor"] = "even",
+    form: Form = Form(),
     identity: str | None = None,
     memory: int = MEMORY,
+    beside: Sequence[Path] = (),
 ) -> None:
-    """`save_hf` of leaves that are read in pieces, of which no more than `memory` bytes are held.
+    """`save_hf` of leaves that are read in pieces, of which no more than `memory` bytes are held; `beside`: files to copy.
 
     With an `identity` of the source, what was written before an error or a kill is kept, and the same call goes on.
     """
     destination = Path(expand(checkpoint_dir)).absolute()
     if max_shard_size < 1:
         raise ValueError(f"max_shard_size: found {max_shard_size}, must be a positive number of bytes")
-    stored = table(cfg)
+    form.check()
+    config, stored = form.config(cfg), form.table(cfg)
     _refuse(_tree_problems(cfg, leaves), "variables")
+    if cfg.quantized_experts and form.experts == "bf16":
+        leaves = _unpacked(cfg, leaves, stored, scale_rule)
     if weight_map is None:
         weight_map = split(stored, max_shard_size)
     _refuse(_weight_map_problems(stored, weight_map), "weight_map")
     if identity is not None:
-        identity = f"{identity} {max_shard_size} {scale_rule}"
+        identity = " ".join((identity, str(max_shard_size), scale_rule, *form))
     if destination.exists() and not destination.is_dir():
         raise CheckpointError(f"{destination}: already exists; choose a new or empty folder")
     with locked(destination):
-        _write(ShardWriter(destination, cfg, stored, weight_map, identity), stored, leaves, scale_rule, memory)
+        _write(ShardWriter(destination, config, stored, weight_map, identity, beside), stored, leaves, scale_rule, memory)
 
 
 def _write(
@@ -164,7 +175,7 @@ def _jobs(
         source = leaves[path]
         for number, box in enumerate(source.boxes()):
             size = source.dtype.itemsize * int(np.prod(sizes(box)))
-            yield Job(f"{'/'.join(path)} {number}", size, partial(_convert, source, box, targets, writer, scale_rule))
+            yield Job(f"{leaf.name(0, 0)} {number}", size, partial(_convert, source, box, targets, writer, scale_rule))
 
 
 def _convert(source: Pieced, box: Box, targets: list[Leaf], writer: ShardWriter, scale_rule: str) -> None:
@@ -183,6 +194,38 @@ def _convert(source: Pieced, box: Box, targets: list[Leaf], writer: ShardWriter,
             quantized = _quantize(block, scale_rule)
         parts = zip(targets, boxes, map(np.asarray, quantized), strict=True)
     writer.write(_cut(parts))
+
+
+def _unpacked(
+    cfg: ModelConfig, leaves: Mapping[tuple[str, ...], Pieced], stored: list[Leaf], scale_rule: str
+) -> dict[tuple[str, ...], Pieced]:
+    """The leaves of a quantised model with each routed expert as the values that its MXFP4 stands for, which bfloat16 holds."""
+    unpacked = dict(leaves)
+    by_path = {leaf.path: leaf for leaf in stored}
+    for leaf in table(cfg):
+        if not leaf.is_packed:
+            continue
+        path = (*leaf.path[:-1], leaf.path[-1].removesuffix("_packed"))
+        if leaf.path in leaves:
+            codes, scales = (unpacked.pop((*path[:-1], f"{path[-1]}_{part}")) for part in ("packed", "scale"))
+            rows, read = codes.piece[:-1], partial(_values, codes, scales)
+        else:
+            rows, read = leaves[path].piece[:-1], partial(_rounded, leaves[path], by_path[path], scale_rule)
+        shape = by_path[path].tree_shape
+        unpacked[path] = Pieced(shape, DTYPES["BF16"], (*rows, shape[-1]), read)  # rows hold whole blocks
+    return unpacked
+
+
+def _values(codes: Pieced, scales: Pieced, box: Box) -> np.ndarray:
+    parts = (array.read((*box[:-1], slice(0, array.shape[-1]))) for array in (codes, scales))
+    return np.asarray(_dequantize(*parts))
+
+
+def _rounded(source: Pieced, leaf: Leaf, scale_rule: str, box: Box) -> np.ndarray:
+    block = source.read(box)
+    _check_finite(leaf, box, block)
+    with jax.enable_x64(block.dtype == np.float64):
+        return np.asarray(_dequantize(*_quantize(block, scale_rule)))
 
 
 def _cut(parts: Iterable[tuple[Leaf, Box, np.ndarray]]) -> Iterator[tuple[str, int, memoryview]]:
@@ -213,3 +256,6 @@ def _check_finite(leaf: Leaf, box: Box, block: np.ndarray) -> None:
 def _quantize(x, scale_rule):
     codes, scale = mx.quantize(x, "mxfp4", scale_rule)
     return mx.pack(codes), scale
+
+
+_dequantize = jax.jit(mx.dequantize_packed)

@@ -8,8 +8,8 @@ import struct
 from collections import defaultdict
 from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
-from k3jax.config import ModelConfig
 from k3jax.hf.files import INDEX, CheckpointError
 from k3jax.hf.names import DTYPES, Leaf
 from k3jax.lock import LOCK
@@ -19,7 +19,7 @@ JOURNAL = "export.unfinished"
 
 
 class ShardWriter:
-    """Writes shards, index and configuration into a folder, under names with a suffix until `commit`.
+    """Writes shards, index, configuration and copies of files into a folder, under names with a suffix until `commit`.
 
     The index gets its name last, so a folder that has it is whole. With an `identity` of what is written, finished jobs
     are recorded, and a writer with the same one goes on after a process that was killed.
@@ -30,17 +30,20 @@ class ShardWriter:
     def __init__(
         self,
         destination: Path,
-        cfg: ModelConfig,
+        config: dict[str, Any],
         leaves: list[Leaf],
         weight_map: dict[str, str],
         identity: str | None = None,
+        beside: Iterable[Path] = (),
     ):
         self.destination, self._weight_map, self._identity = destination, weight_map, identity
         self.total = sum(leaf.count * leaf.tensor_bytes for leaf in leaves)
         self._shards = _headers(leaves, weight_map)
         self._begins = {name: begin for _, begins, _ in self._shards.values() for name, begin in begins.items()}
         index = {"metadata": {"total_size": self.total}, "weight_map": dict(sorted(weight_map.items()))}
-        self._texts = {"config.json": cfg.to_hf(), INDEX: index}
+        write = lambda content: json.dumps(content, indent=1).encode()  # noqa: E731
+        copies = {path.name: path.read_bytes() for path in beside}
+        self._texts = {"config.json": write(config), **copies, INDEX: write(index)}
         self._names = [*self._shards, *self._texts]
         self._files: dict[str, int] = {}
         self._journal = None
@@ -66,7 +69,7 @@ class ShardWriter:
                 os.ftruncate(self._files[shard], size)
         for name, content in self._texts.items():
             if not (self.destination / name).exists():
-                self._path(name).write_text(json.dumps(content, indent=1))
+                self._path(name).write_bytes(content)
 
     def write(self, parts: Iterable[tuple[str, int, memoryview]]) -> None:
         """Writes bytes of tensors: (name, first byte of the tensor, data). What is never written is zero.

@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 
 from k3jax.config import ModelConfig
+from k3jax.dialects import released_name
 from k3jax.hf.files import CheckpointError, open_checkpoint
 from k3jax.hf.names import DTYPES, NAN_SCALE
 from k3jax.hf.pieces import Pieced, piece_shape, sizes
@@ -26,6 +27,7 @@ def tensor_report(path: str | Path, name: str) -> str:
         zeros       0 of 7,168, not finite 0
     """
     ModelConfig.from_hf(path)  # says what is wrong with a folder that is no checkpoint
+    name = released_name(name)
     both = {name}
     for one, other in (("_packed", "_scale"), ("_scale", "_packed")):
         if name.endswith(f".weight{one}"):

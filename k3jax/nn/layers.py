@@ -100,8 +100,8 @@ def project(x: Array, w: Array, dtype=None) -> Array:
 
 
 def embed(table: Array, tokens: Array) -> Array:
-    """The rows of table [V,D] that tokens [B,T] name: [B,T,D], split as what flows between sublayers is. A token outside
-    0..V-1 has zeros.
+    """The rows of table [V,D] that tokens [B,T] name: [B,T,D], split as what flows between sublayers is. Tokens outside
+    0..V-1 have zeros.
 
     Tokens and vectors move and the table does not: a device looks its own rows and columns up for all that it shares the
     table with. Of the sum over parts of the vocabulary one term is not zero.

@@ -106,8 +106,8 @@ class LatentAttention(nn.Module):
     def __call__(
         self, x: Array, ids: Array, stacks: dict | None, repeat: Array, places: Array | None, present: Array | None
     ):
-        """x [B,T,D], ids [B,T], the caches of all repeats of this layer, which of them is its own, where in it the first of
-        the T tokens go, one after the other (the others are padding), and [B,S] which cached tokens are real."""
+        """x [B,T,D], ids [B,T], the caches of all repeats of this layer, which of them is its own, the places in it of
+        the first tokens, which follow each other (tokens behind them are padding), and [B,S] which cached ones are real."""
         cfg = self.cfg
         D, H, std = cfg.hidden_size, cfg.num_attention_heads, cfg.initializer_range
         K, R, V, L = cfg.qk_nope_head_dim, cfg.qk_rope_head_dim, cfg.v_head_dim, cfg.kv_lora_rank

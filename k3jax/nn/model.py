@@ -241,15 +241,15 @@ class K3(nn.Module):
     ) -> Output:
         """Runs tokens [B,T] int, from the start or on from `cache`.
 
-        On a mesh, rows and tokens are filled up with padding to what it splits evenly, and what is returned is cut again.
+        On a mesh, rows and tokens are filled up with padding to what it splits evenly, and what returns is cut again.
 
         Args:
-            tokens: ids 0..vocab-1. Where their values are known, others are refused; in a traced program, and where mask
-                or segment_ids is 0 (which is not looked at), others embed as zeros.
+            tokens: ids 0..vocab-1. Others are refused where their values are known; in a traced program, and where mask
+                or segment_ids is 0 (which is not looked at), they embed as zeros.
             mask: [B,T], 1 for real tokens, 0 for padding on either side. Padded positions hold no meaning.
             segment_ids: [B,T], 1-based documents packed in a row, non-decreasing where not 0 = padding. Without a cache.
-            cache: from `init_cache` or an earlier call, with room for T more tokens. In a traced program, which does not
-                know its length, tokens beyond the room change nothing in it, and their hidden and logits are NaN.
+            cache: from `init_cache` or an earlier call, with room for T more tokens. In a traced program, which does
+                not know its length, tokens beyond the room change nothing in it; their hidden and logits are NaN.
             pixel_values, grid_thws: patches [n,3,p,p] of all images and [images,3] their frames, rows and columns;
                 `tokens` holds one placeholder an image. T widens as the images say, so all are concrete. Under
                 `jax.jit`, call `k3jax.vision.prepare` outside, and give its `Images` as pixel_values alone.
@@ -292,7 +292,8 @@ class K3(nn.Module):
         ids = None if ids is None else filled(ids.astype(jnp.int32), (rows, width))
         tokens = filled(in_range(tokens, cfg.vocab_size), (rows, width), cfg.vocab_size)
         if images is not None:
-            images = enlarged(images, rows, multiple(images.ids.shape[1], cfg.vision.cell * ways("seq", mesh)), cfg.vision)
+            room = multiple(images.ids.shape[1], cfg.vision.cell * ways("seq", mesh))
+            images = enlarged(images, rows, room, cfg.vision)
         if cache is not None:
             given, cache = cache, with_rows(cache, rows)
             start = cache.length

@@ -252,7 +252,7 @@ def sum_slots(rows: Array, slot: Array, weights: Array | None = None) -> Array:
 
 
 def _to_rows_forward(x, pair, slot):
-    return to_rows(x, pair, slot), slot
+    return to_rows.plain(x, pair, slot), slot  # plain here and below: a gradient can itself be differentiated forwards
 
 
 def _to_rows_backward(slot, d_rows):
@@ -260,12 +260,12 @@ def _to_rows_backward(slot, d_rows):
 
 
 def _to_tokens_forward(rows, weights, pair, slot):
-    return to_tokens(rows, weights, pair, slot), (rows, weights, pair, slot)
+    return to_tokens.plain(rows, weights, pair, slot), (rows, weights, pair, slot)
 
 
 def _to_tokens_backward(kept, d_y):
     rows, weights, pair, slot = kept
-    of_token = to_rows(d_y, pair, slot)
+    of_token = to_rows.plain(d_y, pair, slot)
     weight = jnp.take(weights.reshape(-1), pair, mode="fill", fill_value=0).astype(rows.dtype)
     wide = accumulator(rows.dtype)
     by_row = jnp.sum(of_token.astype(wide) * rows.astype(wide), axis=1)

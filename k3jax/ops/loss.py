@@ -16,7 +16,8 @@ from k3jax.sharding import along, gathered, mesh_axes, on_shards
 def token_losses(logits: Array, targets: Array, axes: tuple[str, ...] = ()) -> Array:
     """-log softmax(logits)[target] in nats, in float32 (float64 for float64): [...,vocab], [...] -> [...].
 
-    A target outside 0..vocab-1 is refused where its value is known; in a traced program its loss is NaN, its gradient zero.
+    A target outside 0..vocab-1 is refused where its value is known; in a traced program its loss is NaN and its gradient
+    zero.
 
     axes: mesh axes over which the vocabulary is split (inside `shard_map`); `logits` are then this device's part.
     """
@@ -43,7 +44,7 @@ def cross_entropy(hidden: Array, head: Array, targets: Array, weights: Array, ch
     once, and its gradient is summed once; devices that share the vocabulary take the same tokens together.
 
     Args:
-        hidden: [B,T,D]. head: [vocab,D]. targets: [B,T] int. weights: [B,T], 0 where nothing is learnt and the target is
+        hidden: [B,T,D]. head: [vocab,D]. targets: [B,T] int. weights: [B,T], 0 where nothing is learnt: the target is
             not looked at.
         chunk: a device takes so many of its tokens at a time; R devices that share the vocabulary take theirs together, and
             each holds R chunk rows of vocab / R logits.

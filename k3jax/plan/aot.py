@@ -277,7 +277,7 @@ def _lowered(program: Program, mesh):
     place = lambda x, sharding: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)  # noqa: E731
     variables = jax.tree.map(place, nn.unbox(boxed), tree_shardings(boxed, mesh))
     shape = program.batch, 1 if program.phase == "decode" else program.piece
-    rows = "batch" if program.batch == cache.rows else None  # else each device has them all, and the model shares them out
+    rows = "batch" if program.batch == cache.rows else None  # else every device has all, and the model shares them out
     tokens, mask = (array(shape, jnp.int32, rows, None) for _ in range(2))
     key = jax.eval_shape(lambda: jax.random.key(0))
     advance = make_advance(model, 0.0, cache_shardings=shardings)

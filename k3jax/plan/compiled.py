@@ -10,7 +10,8 @@ import sys
 from pathlib import Path
 
 from k3jax.plan.aot import Program, check
-from k3jax.run_config import CONFIGS, MeshConfig, load_model
+from k3jax.run_config import MeshConfig
+from k3jax.settings import CONFIGS, load_model
 
 # Name: configuration, mesh, topology, and what else a `Program` is told.
 PROGRAMS = {

@@ -9,7 +9,7 @@ from k3jax.plan.arrays import released_bytes
 from k3jax.plan.hardware import HARDWARE
 from k3jax.plan.search import search
 from k3jax.plan.setting import Serve, Train
-from k3jax.run_config import CONFIGS, load_model
+from k3jax.settings import CONFIGS, load_model
 
 MILLION = 1048576
 # Slices of TPU 7x by devices, two a chip, and whole nodes of eight GPUs.

@@ -20,8 +20,8 @@ from k3jax.paths import expand
 from k3jax.runtime import compiler_options
 from k3jax.serve import sampling
 from k3jax.serve.sampler import sample
+from k3jax.text import ByteTokenizer
 from k3jax.tokens import check_tokens
-from k3jax.train.data import ByteTokenizer
 from k3jax.train.loop import restore_weights
 from k3jax.train.pairs import encode_pair
 from k3jax.vision.batch import bucket, pack, widen
@@ -73,7 +73,7 @@ def generate_tokens(
     seed: int = 0,
     images: Sequence[Patches] = (),
 ) -> Iterator[int]:
-    """Yields up to `max_tokens` token ids that continue `prompt` [T] int, until the model's end token.
+    """Yields up to `max_tokens` token ids that continue `prompt` [T] int, until one of the model's end tokens.
 
     `images` are those of the prompt's placeholders, in their order.
 
@@ -111,8 +111,8 @@ def generate_tokens(
     for n, key in enumerate(jax.random.split(jax.random.key(seed), max_tokens)):
         token, cache = advance(variables, tokens, mask, cache, key, packed)
         if int(token[0]) < 0:
-            raise ValueError(f"logits: found NaN or infinite ones for token {n}: the weights hold such values, or overflow")
-        if int(token[0]) == cfg.eos_token_id:
+            raise ValueError(f"logits: found NaN or infinite ones for token {n}: weights hold such values, or overflow")
+        if int(token[0]) in cfg.stop_ids:
             return
         yield int(token[0])
         tokens, mask, packed = token[:, None], one, None

@@ -15,6 +15,7 @@ import numpy as np
 
 from k3jax.config import ModelConfig
 from k3jax.hf.files import Checkpoint, CheckpointError, released_names
+from k3jax.hf.layouts import Form
 from k3jax.hf.load import open_checked, released_arrays
 from k3jax.hf.names import tree_shapes
 from k3jax.hf.pieces import Box, Pieced
@@ -22,6 +23,7 @@ from k3jax.hf.save import SHARD_BYTES, write_released
 from k3jax.hf.stream import MEMORY, Job, run
 from k3jax.lock import LOCK, claimed
 from k3jax.paths import expand
+from k3jax.text import copy_tokenizer, tokenizer_files
 from k3jax.train.checkpoint import PieceWriter, open_model
 
 
@@ -61,7 +63,8 @@ def import_checkpoint(
 ) -> None:
     """Writes a released checkpoint as one that a run can start from, on any mesh: step 0 of `destination`.
 
-    Weights keep the types they are stored in; routed experts stay packed or become bfloat16, both exact. `layers` takes
+    Weights keep the types they are stored in, and float32 where the release has it; routed experts stay packed or become
+    bfloat16, both exact. The files of a tokenizer come along. `layers` takes
     the first ones alone, and only the shards that hold them need to be there. After an error or a kill, the same call goes
     on from the pieces that were written. Of several processes all make the same call, with a `destination` that all see:
     each reads and writes its share of the pieces.
@@ -77,7 +80,8 @@ def import_checkpoint(
 def _plan(source, destination: Path, *options) -> tuple[ImportPlan, dict[str, str]]:
     """The plan of an import, and of it what all processes must have found."""
     plan = plan_import(source, *options)
-    if strange := [path.name for path in destination.iterdir() if path.name not in (LOCK, "checkpoints")]:
+    known = {LOCK, "checkpoints", *(path.name for path in tokenizer_files(source))}
+    if strange := [path.name for path in destination.iterdir() if path.name not in known]:
         raise CheckpointError(f"{destination}: already holds {min(strange)}; choose a new or empty folder")
     return plan, {f"what {source} holds": plan.identity}
 
@@ -92,6 +96,8 @@ def _import(plan: ImportPlan, destination: Path, memory: int) -> None:
                 jobs.append(job)
                 if writer.has(path, box):
                     written.add(job.key)
+        if jax.process_index() == 0:
+            copy_tokenizer(plan.checkpoint.path, destination)
         share = jobs[jax.process_index() :: jax.process_count()]
         run(share, "import", lambda job: None, written.__contains__, memory)
         writer.commit()
@@ -104,12 +110,16 @@ def _import(plan: ImportPlan, destination: Path, memory: int) -> None:
 
 
 def export_checkpoint(
-    source: str | Path, destination: str | Path, max_shard_size: int = SHARD_BYTES, memory: int = MEMORY
+    source: str | Path,
+    destination: str | Path,
+    max_shard_size: int = SHARD_BYTES,
+    memory: int = MEMORY,
+    form: Form = Form(),
 ) -> None:
-    """Writes the weights of a run's checkpoint as a released checkpoint: bfloat16, experts packed to MXFP4.
+    """Writes the weights of a run's checkpoint as a released checkpoint: bfloat16, experts packed to MXFP4, or in another form.
 
     A model trained with QAT gives the same logits, bit for bit, when its export runs packed. An import comes back byte
-    for byte. After an error or a kill, the same call goes on from what was written.
+    for byte, and the files of its tokenizer with it. After an error or a kill, the same call goes on from what was written.
     """
     checkpoints, number, cfg, meta = open_model(source)
     found = checkpoints.pieced(number)
@@ -118,7 +128,8 @@ def export_checkpoint(
     leaves = {path: _whole_rows(leaf) if "experts" in path else leaf for path, leaf in leaves.items()}
     written = (checkpoints.folder / str(number) / "_CHECKPOINT_METADATA").stat()
     identity = hashlib.sha256(json.dumps([meta, written.st_mtime_ns, written.st_size]).encode()).hexdigest()
-    write_released(destination, cfg, leaves, max_shard_size, identity=identity, memory=memory)
+    options = {"form": form, "memory": memory, "beside": tokenizer_files(checkpoints.folder.parent)}
+    write_released(destination, cfg, leaves, max_shard_size, identity=identity, **options)
 
 
 def _copy(leaf: Pieced, writer: PieceWriter, path: tuple[str, ...], box: Box) -> None:

@@ -7,49 +7,21 @@ its step number alone: no iterator state is saved.
 from __future__ import annotations
 
 import abc
-import glob
 import hashlib
 import logging
 import os
-import sysconfig
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from k3jax.paths import check_kind, expand
-from k3jax.tokens import check_tokens
+from k3jax.data.sources import LIBRARY, files_of, once
+from k3jax.text import ByteTokenizer
 
 log = logging.getLogger(__name__)
 
 Batch = dict[str, Any]  # of arrays
-
-# Folders of the standard library that hold other packages, tests full of deliberately odd text, or a
-# generated file of help texts so long (7 % of all bytes) that the split would hang on its side.
-_NOT_LIBRARY = {"site-packages", "dist-packages", "test", "tests", "idle_test", "pydoc_data"}
-
-
-class ByteTokenizer:
-    """Token id = byte of the UTF-8 text; `decode` shows bytes that are no UTF-8 as U+FFFD.
-
-    >>> ByteTokenizer.decode(ByteTokenizer.encode("def f():"))
-    'def f():'
-    """
-
-    vocab_size = 256
-
-    @staticmethod
-    def encode(text: str) -> np.ndarray:
-        """Ids [T], int32. Command line bytes that are no UTF-8 (surrogates in `text`) stay those bytes."""
-        return np.frombuffer(text.encode("utf-8", "surrogateescape"), np.uint8).astype(np.int32)
-
-    @staticmethod
-    def decode(ids) -> str:
-        """Text of ids [T] in 0..255; raises ValueError for any other id."""
-        ids = np.asarray(ids)
-        check_tokens(ids, ByteTokenizer.vocab_size)
-        return ids.astype(np.uint8).tobytes().decode("utf-8", "replace")
 
 
 def find_text(paths: Sequence[str] = ()) -> list[Path]:
@@ -64,17 +36,9 @@ def find_text(paths: Sequence[str] = ()) -> list[Path]:
     >>> len(find_text()) > 100
     True
     """
-    if paths:
-        found = [file for entry in paths for file in _expand(entry)]
-    else:
-        library = sysconfig.get_path("stdlib")
-        found = [file for file in _walk(library, skip=_NOT_LIBRARY) if file.suffix == ".py"]
-
-    # A file reached by two names (a link, overlapping globs) counts once, under the first.
-    by_identity = {os.path.realpath(file): file for file in sorted(found, reverse=True)}
-    files = sorted(by_identity.values())
+    files = once(file for entry in paths or [LIBRARY] for file in files_of(entry))
     texts = [file for file in files if _is_text(file)]
-    source = ", ".join(paths) if paths else f"the standard library in {library}"
+    source = ", ".join(paths or [LIBRARY])
     if not texts:
         raise ValueError(f"no text in {source}: of {len(files)} files found, all are empty or not UTF-8; "
                          "data.paths takes files, folders or globs of text")
@@ -82,26 +46,6 @@ def find_text(paths: Sequence[str] = ()) -> list[Path]:
         log.warning("%d of %d files in %s are empty or not UTF-8 text and were skipped",
                     len(files) - len(texts), len(files), source)
     return texts
-
-
-def _expand(entry: str) -> list[Path]:
-    """Files of one entry of `paths`. A name that exists is taken as it is, glob characters and all."""
-    if not entry.strip():
-        raise ValueError(f"data.paths: {entry!r} must be the name of a file or folder, or a glob")
-    pattern = os.path.abspath(expand(entry))
-    matches = [pattern] if os.path.exists(pattern) else glob.glob(pattern, recursive=True)
-    if not matches:
-        raise ValueError(f"data.paths: {entry!r} matches no file or folder (looked for {pattern})")
-    for match in matches:
-        check_kind(match)
-    return [file for match in matches for file in (_walk(match) if os.path.isdir(match) else [Path(match)])]
-
-
-def _walk(folder: str, skip: Iterable[str] = ()) -> Iterator[Path]:
-    skip = {"__pycache__", *skip}
-    for parent, folders, names in os.walk(folder):
-        folders[:] = [name for name in folders if name not in skip and not name.startswith(".")]
-        yield from (Path(parent, name) for name in names if not name.startswith("."))
 
 
 def _is_text(file: Path) -> bool:
@@ -153,7 +97,7 @@ class RowDataset(abc.ABC):
             if value < least:
                 raise ValueError(f"{name} must be at least {least}, not {value}")
         self.seq_len, self.batch_size, self.seed = seq_len, batch_size, seed
-        self._epoch, self._order = -1, np.empty(0, np.int64)
+        self._order = -1, np.empty(0, np.int64)  # of an epoch, together: threads read ahead
 
     @abc.abstractmethod
     def __len__(self) -> int: ...
@@ -196,12 +140,14 @@ class RowDataset(abc.ABC):
             yield self._cut(windows[rows], images)
 
     def _order_of(self, epoch: int) -> np.ndarray:
-        if epoch != self._epoch:
+        known, order = self._order
+        if epoch != known:
             # Sorted raw Philox words, whose stream NumPy keeps stable: Generator.permutation may differ
             # between versions, and a resumed run must see the same text.
             words = np.random.Philox(np.random.SeedSequence([self.seed, epoch])).random_raw(len(self))
-            self._epoch, self._order = epoch, np.argsort(words, kind="stable")
-        return self._order
+            order = np.argsort(words, kind="stable")
+            self._order = epoch, order
+        return order
 
 
 class ByteDataset(RowDataset):

@@ -69,20 +69,27 @@ class RunLog:
         tokens_per_second: float,
         gradient_norm: float,
         expert_load: float,
+        waited: float | None = None,
         **more: float,
     ) -> None:
-        """Adds a line: mean loss [nats per token], tokens/s, gradient norm, largest expert load over mean."""
+        """Adds a line: mean loss [nats per token], tokens/s, gradient norm, largest expert load over mean.
+
+        `waited` is the share of the time that was spent waiting for data.
+        """
         numbers = {
             "loss": loss,
             "tokens_per_second": tokens_per_second,
             "gradient_norm": gradient_norm,
             "expert_load": expert_load,
+            **({} if waited is None else {"waited": waited}),
             **more,
         }
         finite = {key: value if math.isfinite(value) else None for key, value in numbers.items()}
         self._file.write(json.dumps({"step": step, **finite}) + "\n")
         speed = f"{tokens_per_second:,.0f} tok/s"
         text = f"loss {loss:.3f}, {speed}, grad {gradient_norm:.3g}, load {expert_load:.2f}"
+        if waited is not None:
+            text += f", wait {waited:.0%}"
         if self._bar is not None:
             self._bar.set_postfix_str(text, refresh=False)
             self._bar.update(step - self._bar.n)

@@ -19,10 +19,17 @@ import numpy as np
 from flax.traverse_util import flatten_dict, unflatten_dict
 
 from k3jax.config import ModelConfig
+from k3jax.data.ahead import Ahead
+from k3jax.data.corpus import is_corpus
+from k3jax.data.encoding import Encoding, open_tokenizer
+from k3jax.data.open import open_packed
+from k3jax.data.packed import PackedDataset
+from k3jax.data.sources import kind_of, regular_files_of
+from k3jax.data.tokenize import bar
 from k3jax.lock import claimed
 from k3jax.nn.model import K3, init_variables
 from k3jax.ops import mx
-from k3jax.run_config import RunConfig
+from k3jax.run_config import DataConfig, RunConfig
 from k3jax.sharding import make_mesh
 from k3jax.train import folder
 from k3jax.train import step as training
@@ -39,12 +46,12 @@ class Diverged(ValueError):
 
 @dataclass(frozen=True)
 class Result:
-    """What a run ended with: losses in nats per byte, over `eval_bytes` held-out bytes."""
+    """What a run ended with: losses in nats per token, over `eval_bytes` held-out tokens; of text as bytes, a bigram's too."""
 
     step: int
     train_loss: float
     held_out_loss: float
-    bigram_loss: float
+    bigram_loss: float | None
     eval_bytes: int
     seconds: float
     checkpoint: Path
@@ -57,7 +64,7 @@ class Result:
         os.replace(temporary, path)
 
 
-def open_data(config: RunConfig) -> tuple[RowDataset, RowDataset]:
+def open_data(config: RunConfig) -> tuple[RowDataset | PackedDataset, RowDataset | PackedDataset]:
     """Train and held-out data of a run. Raises `ValueError` where nothing could be learnt, or nothing evaluated."""
     training_data, held_out = _open_data(config)
     if not _teaches(training_data):
@@ -74,16 +81,23 @@ def _source(config: RunConfig) -> str:
     return "data.pairs" if config.data.pairs else "data.paths"
 
 
-def _teaches(data: RowDataset, limit: int | None = None) -> bool:
+def _teaches(data: RowDataset | PackedDataset, limit: int | None = None) -> bool:
     return any(batch["weights"].any() for batch in data.windows(limit, images=False))
 
 
-def _open_data(config: RunConfig) -> tuple[RowDataset, RowDataset]:
+def _open_data(config: RunConfig) -> tuple[RowDataset | PackedDataset, RowDataset | PackedDataset]:
+    data = config.data
+    if not data.pairs and not _is_byte_stream(data):
+        open_tokenizer(data.tokenizer, config.model.vocab_size)
+        options = {name: getattr(data, name) for name in ("batch_size", "seed", "weights", "held_out", "held_out_paths")}
+        with bar() as report:
+            return open_packed(
+                data.paths, data.tokenizer, encoding(data), **options, workers=os.cpu_count() or 1, report=report
+            )
     if config.model.vocab_size < ByteDataset.vocab_size:
         raise ValueError(
             f"model.vocab_size={config.model.vocab_size}: must be at least {ByteDataset.vocab_size}, one token a byte"
         )
-    data = config.data
     if data.pairs:
         parts = split_pairs(find_pairs(data.pairs), data.held_out)
         vision = config.model.vision
@@ -91,6 +105,19 @@ def _open_data(config: RunConfig) -> tuple[RowDataset, RowDataset]:
         return tuple(PairDataset(part, vision, data.seq_len, data.batch_size, data.seed, unit) for part in parts)
     files = split_files(find_text(data.paths), data.held_out)
     return tuple(ByteDataset.from_files(part, data.seq_len, data.batch_size, data.seed) for part in files)
+
+
+def encoding(data: DataConfig) -> Encoding:
+    """How the documents of a run become rows."""
+    return Encoding(data.seq_len, data.learn, data.thinking, data.long)
+
+
+def _is_byte_stream(data: DataConfig) -> bool:
+    """Whether it is plain text, of several files, whose tokens are bytes: one stream, cut into windows."""
+    if data.tokenizer or data.weights or data.held_out_paths or any(map(is_corpus, data.paths)):
+        return False
+    files = [file for path in data.paths for file in regular_files_of(path)]
+    return not files or len(files) > 1 and all(kind_of(file) == "text" for file in files)
 
 
 def train(config: RunConfig) -> Result:
@@ -140,10 +167,11 @@ def _train(config: RunConfig, training_data: RowDataset, held_out: RowDataset, m
                 steps = ", ".join(map(str, later))
                 print(f"out={out}: goes back to step {first}; the later checkpoints ({steps}) are discarded", file=sys.stderr)
             checkpoints.discard_after(first)
-            with RunLog(out, last, first) if speaks else contextlib.nullcontext() as log:
-                watch = _Watch(log, checkpoints)
-                for number in range(first + 1, last + 1):
-                    batch = training_data.batch(number - 1, rows)
+            with contextlib.ExitStack() as held:
+                log = held.enter_context(RunLog(out, last, first)) if speaks else None
+                batches = held.enter_context(Ahead(lambda step: training_data.batch(step, rows), first, last))
+                watch = _Watch(log, checkpoints, batches)
+                for number, batch in enumerate(batches, first + 1):
                     batch = training.shard_batch(batch, mesh, config.data.batch_size)
                     if number == first + 1:
                         watch.compiles()
@@ -157,7 +185,9 @@ def _train(config: RunConfig, training_data: RowDataset, held_out: RowDataset, m
                     if saves:
                         checkpoints.save(number, state, describe(config))
             held_out_loss, eval_bytes = evaluate(config, state, held_out, mesh)
-        bigram = bigram_nats(training_data, held_out, config.train.eval_windows)
+        bigram = None
+        if isinstance(training_data, RowDataset):
+            bigram = bigram_nats(training_data, held_out, config.train.eval_windows)
     plot, checkpoint = out / "training.png", out / "checkpoints" / str(last)
     seconds = time.monotonic() - started
     result = Result(last, watch.loss, held_out_loss, bigram, eval_bytes, seconds, checkpoint, plot)
@@ -173,10 +203,10 @@ class _Watch:
     All processes watch, so that all stop at the same step; only the one with a `log` tells.
     """
 
-    def __init__(self, log: RunLog | None, checkpoints: Checkpoints):
-        self.log, self.checkpoints = log, checkpoints
+    def __init__(self, log: RunLog | None, checkpoints: Checkpoints, batches: Ahead):
+        self.log, self.checkpoints, self.batches = log, checkpoints, batches
         self.pending: list[tuple[int, dict]] = []
-        self.since = time.monotonic()
+        self.since, self.waited = time.monotonic(), batches.waited
         self.loss = float("nan")
         self.warned = False
 
@@ -186,7 +216,7 @@ class _Watch:
 
     def begins(self) -> None:
         """The first step starts now: what came before is no part of its time."""
-        self.since = time.monotonic()
+        self.since, self.waited = time.monotonic(), self.batches.waited
         if self.log is not None:
             self.log.begin()
 
@@ -220,9 +250,10 @@ class _Watch:
                 tokens_per_second=tokens / (now - self.since),
                 gradient_norm=float(metrics["grad_norm"]),
                 expert_load=float(np.mean([metrics["expert_load"] for _, metrics in steps])),
+                waited=(self.batches.waited - self.waited) / (now - self.since),
                 **more,
             )
-        self.since = now
+        self.since, self.waited = now, self.batches.waited
 
     def _warn(self, number: int) -> None:
         """Once a run."""
@@ -280,8 +311,8 @@ def describe(config: RunConfig, kind: str = "run") -> dict[str, Any]:
     return meta
 
 
-def evaluate(config: RunConfig, state: training.TrainState, held_out: RowDataset, mesh) -> tuple[float, int]:
-    """(mean loss in nats per byte, bytes) over `train.eval_windows` held-out windows, by the model as trained."""
+def evaluate(config: RunConfig, state: training.TrainState, held_out: RowDataset | PackedDataset, mesh) -> tuple[float, int]:
+    """(mean loss in nats per token, tokens) over `train.eval_windows` held-out windows, by the model as trained."""
     model = training.make_model(config)
 
     @jax.jit

@@ -16,7 +16,8 @@ import numpy as np
 from k3jax import strict_json
 from k3jax.config import VisionConfig
 from k3jax.paths import expand, read_text
-from k3jax.train.data import Batch, ByteTokenizer, RowDataset
+from k3jax.text import ByteTokenizer
+from k3jax.train.data import Batch, RowDataset
 from k3jax.vision.batch import UNIT, bucket, pack, tokens_of, widen
 from k3jax.vision.image import file_grid, preprocess
 

@@ -115,8 +115,8 @@ def enlarged(images: Images, rows: int, room: int, cfg: VisionConfig) -> Images:
 def widen(cfg: VisionConfig, tokens, grids, mask=None, segment_ids=None):
     """Repeats every placeholder of tokens [B,T] as often as its image has tokens; images in reading order.
 
-    A row that ends shorter than the longest is filled up with padding: on the right with `segment_ids` or where its
-    mask ends with padding, else on the left.
+    A row that ends shorter than the longest is filled up with padding, of a token that is no placeholder: on the right
+    with `segment_ids` or where its mask ends with padding, else on the left.
 
     Returns:
         tokens, mask, segment_ids [B,T'] (None where not given and not needed) and images of each row [B], as numpy.
@@ -145,16 +145,16 @@ def widen(cfg: VisionConfig, tokens, grids, mask=None, segment_ids=None):
         mask = np.asarray(mask)
         right |= mask[:, -1] == 0
 
-    def wide(array):
+    def wide(array, padding=0):
         if array is None:
             return None
         array = np.asarray(array)
-        out = np.zeros((len(array), max(lengths, default=0)), array.dtype)
+        out = np.full((len(array), max(lengths, default=0)), padding, array.dtype)
         for b, length in enumerate(lengths):
             out[b, slice(length) if right[b] else slice(out.shape[1] - length, None)] = np.repeat(array[b], repeats[b])
         return out
 
-    return wide(tokens), wide(mask), wide(segment_ids), is_image.sum(axis=1)
+    return wide(tokens, int(cfg.media_placeholder_token_id == 0)), wide(mask), wide(segment_ids), is_image.sum(axis=1)
 
 
 def prepare(cfg: ModelConfig, tokens, pixel_values, grid_thws, mask=None, segment_ids=None, devices: int = 1):

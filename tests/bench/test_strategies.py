@@ -10,7 +10,8 @@ import pytest
 from k3jax.bench import strategies as bench
 from k3jax.plan.hlo import SENT
 from k3jax.bench.timing import write_json
-from k3jax.run_config import DataConfig, MeshConfig, RunConfig, TrainConfig, load_strategy
+from k3jax.run_config import DataConfig, MeshConfig, RunConfig, TrainConfig
+from k3jax.settings import load_strategy
 
 MESHES = {"ep": MeshConfig(expert=-1, fsdp=2), "fsdp": MeshConfig(fsdp=-1), "tp": MeshConfig(tensor=-1)}
 

@@ -274,7 +274,6 @@ DAMAGE = {
         lambda c: (c.folder / INDEX).write_text((c.folder / INDEX).read_text().replace(".experts.1.", ".experts.0.", 1)),
         r"model.safetensors.index.json: not readable as JSON \(language_model.* is listed twice\)",
     ),
-    "in two shards": (lambda c: again(c, GATE), f"1 problem: {GATE}: in {SHARD2} and again in {SHARD1}"),
     "link out of the folder": (lambda c: link_out(c, "file"), f"1 problem: {SHARD2}: a link out of the folder"),
     "folder linked out of the folder": (lambda c: link_out(c, "folder"), f"1 problem: sub/{SHARD2}: a link out of the folder"),
     "pickle": (to_pickle, "1 problem: pytorch_model.bin: not a .safetensors file; nothing else is read"),
@@ -296,8 +295,8 @@ DAMAGE = {
         rf"{GATE}: found BF16 \[64, 12\], expected BF16 \[12, 64\]",
     ),
     "mistyped": (
-        lambda c: c.edit(GATE, lambda a: a.astype(np.float32)),
-        rf"{GATE}: found F32 \[12, 64\], expected BF16 \[12, 64\]",
+        lambda c: c.edit(GATE, lambda a: a.astype(np.float64)),
+        rf"{GATE}: found F64 \[12, 64\], expected BF16 \[12, 64\]",
     ),
     "shard missing": (
         lambda c: (c.folder / SHARD2).unlink(),

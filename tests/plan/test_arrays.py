@@ -15,7 +15,8 @@ from k3jax.cache import cache_shardings
 from k3jax.nn.model import init_variables
 from k3jax.plan import analytic, arrays
 from k3jax.plan.setting import Serve, Strategy, Train
-from k3jax.run_config import DataConfig, MeshConfig, RunConfig, TrainConfig, load_model
+from k3jax.run_config import DataConfig, MeshConfig, RunConfig, TrainConfig
+from k3jax.settings import load_model
 from k3jax.nn.model import model_shardings
 from k3jax.sharding import spec
 from k3jax.train import step as training

@@ -12,7 +12,8 @@ from k3jax.plan import communication
 from k3jax.plan.communication import Transfer, seconds
 from k3jax.plan.hardware import HARDWARE
 from k3jax.plan.setting import Serve, Strategy, Train
-from k3jax.run_config import STRATEGIES, DataConfig, MeshConfig, RunConfig, TrainConfig, load_model
+from k3jax.run_config import DataConfig, MeshConfig, RunConfig, TrainConfig
+from k3jax.settings import STRATEGIES, load_model
 from k3jax.train import step as training
 
 KIMI_K3 = load_model(STRATEGIES.parent / "kimi_k3.py")

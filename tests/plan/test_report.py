@@ -11,7 +11,8 @@ import pytest
 from k3jax.plan import answer, pictures, report
 from k3jax.plan.hardware import HARDWARE
 from k3jax.plan.setting import Serve, Train
-from k3jax.run_config import STRATEGIES, MeshConfig, load_model
+from k3jax.run_config import MeshConfig
+from k3jax.settings import STRATEGIES, load_model
 
 MODEL = load_model(STRATEGIES.parent / "kimi_linear_48b.py")
 BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)

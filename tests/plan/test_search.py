@@ -15,7 +15,8 @@ import pytest
 from k3jax.plan import analytic, answer, presets, search, setting
 from k3jax.plan.hardware import HARDWARE, find
 from k3jax.plan.setting import Serve, Strategy, Train
-from k3jax.run_config import STRATEGIES, MeshConfig, load_model
+from k3jax.run_config import MeshConfig
+from k3jax.settings import STRATEGIES, load_model
 
 ROOT = Path(__file__).parents[2]
 KIMI_K3 = load_model(STRATEGIES.parent / "kimi_k3.py")
@@ -27,7 +28,7 @@ import sys, time
 from k3jax.plan.hardware import HARDWARE
 from k3jax.plan.search import search
 from k3jax.plan.setting import Train
-from k3jax.run_config import STRATEGIES, load_model
+from k3jax.settings import STRATEGIES, load_model
 model = load_model(STRATEGIES.parent / "kimi_k3.py")
 start = time.process_time()
 found = search(model, Train(), HARDWARE["v5p"], 1024)

@@ -14,7 +14,7 @@ from k3jax.config import VisionConfig
 from k3jax.nn.model import init_variables
 from k3jax.serve.generate import generate_text, generate_tokens
 from k3jax.serve.sampler import sample
-from k3jax.train.data import ByteTokenizer
+from k3jax.text import ByteTokenizer
 from k3jax.train.pairs import encode_pair
 from k3jax.vision import prepare, preprocess
 
@@ -39,6 +39,9 @@ def test_greedy_is_the_likeliest_token_of_the_whole_text_each_time(model):
         text[0, 12 + i] = int(np.argmax(logits(jnp.asarray(text), jnp.asarray(mask))[0, 11 + i]))
         mask[0, 12 + i] = 1
     assert found == text[0, 12:].tolist()
+    end = next(i for i, token in enumerate(found) if i and token not in found[:i])
+    ending = k3jax.K3(dataclasses.replace(model.cfg, eos_token_id=(300, found[end])))
+    assert list(generate_tokens(ending, variables, prompt, 6, temperature=0.0)) == found[:end]
 
 
 def test_generation_depends_on_the_seed_alone(model):
@@ -187,8 +190,8 @@ def test_settings_of_the_sampler(model, settings, message):
 def test_logits_that_are_no_numbers_give_no_token(model):
     nan, inf = float("nan"), float("inf")
     logits = jnp.asarray([[nan, 1.0], [1.0, inf], [-inf, -inf], [-inf, 1.0]])
-    for settings in ({"temperature": 0.0}, {"temperature": 1.0}, {"temperature": 1.0, "top_k": 1}, {"temperature": 1.0, "top_p": 0.5}):
-        assert sample(logits, jax.random.key(0), **settings).tolist() == [-1, -1, -1, 1]
+    for settings in ({"temperature": 0.0}, {}, {"top_k": 1}, {"top_p": 0.5}):
+        assert sample(logits, jax.random.key(0), **{"temperature": 1.0, **settings}).tolist() == [-1, -1, -1, 1]
     net, variables = model
     broken = variables | {"params": variables["params"] | {"norm": jnp.full_like(variables["params"]["norm"], nan)}}
     with pytest.raises(ValueError, match="logits: found NaN or infinite ones for token 0"):

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import k3jax
-from k3jax.run_config import load_config
+from k3jax.settings import load_config
 from k3jax.train import step as training
 from k3jax.vision import Patches, pack
 

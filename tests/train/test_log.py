@@ -115,6 +115,14 @@ def test_elsewhere_plain_lines_every_so_often(tmp_path, monkeypatch):
     assert steps(tmp_path) == [60, 70, 80, 90, 100]
 
 
+def test_the_share_of_time_waited_for_data(tmp_path):
+    stream = io.StringIO()
+    with RunLog(tmp_path, total_steps=1, stream=stream) as log:
+        log.write(1, loss=2.5, tokens_per_second=1.0, gradient_norm=0.5, expert_load=1.5, waited=0.03)
+    assert "load 1.50, wait 3%, " in stream.getvalue()
+    assert json.loads((tmp_path / "metrics.jsonl").read_text())["waited"] == 0.03
+
+
 @pytest.mark.parametrize("terminal", [False, True])
 def test_time_left_does_not_count_what_came_before_the_first_step(tmp_path, monkeypatch, terminal):
     """A minute of compiling, then a second a step."""

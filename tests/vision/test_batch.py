@@ -72,6 +72,8 @@ def test_widen():
     assert mask is None
     np.testing.assert_array_equal(segments, [[1, 1, 1, 2, 2], [1, 1, 1, 2, 0]])
     assert widen(VISION, tokens[:1], grids[:2])[1] is None  # nothing to fill up
+    zero = dataclasses.replace(VISION, media_placeholder_token_id=0)
+    np.testing.assert_array_equal(widen(zero, tokens % P, grids)[0], [[1, 0, 0, 2, 0], [1, 0, 3, 4, 5]])
 
 
 def inputs():

@@ -1,0 +1,92 @@
+"""Runs on sources: conversations and texts in weights, with a tokenizer; what waited for data; what is refused."""
+
+import dataclasses
+import json
+import random
+
+import chex
+import pytest
+
+from k3jax.data.packed import PackedDataset
+from k3jax.data.tokenize import tokenize
+from k3jax.run_config import DataConfig, RunConfig, TrainConfig
+from k3jax.text import train_tokenizer
+from k3jax.train import loop
+
+
+@pytest.fixture(scope="module")
+def config(tiny, tmp_path_factory):
+    folder, draw = tmp_path_factory.mktemp("sources"), random.Random(0)
+    train_tokenizer(["a"], 512, folder / "words")
+    talk = lambda: "".join(draw.choice("abc ") for _ in range(draw.randint(5, 40)))  # noqa: E731
+    chats = [
+        {"messages": [{"role": "user", "content": talk()}, {"role": "assistant", "content": talk()}]} for _ in range(60)
+    ]
+    for name, records in (("c", chats), ("t", [{"text": talk()} for _ in range(200)])):
+        (folder / f"{name}.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+    data = DataConfig(
+        paths=(str(folder / "c.jsonl"), str(folder / "t.jsonl")), weights=(3, 1), tokenizer=str(folder / "words"),
+        thinking=False, seq_len=256, batch_size=4, held_out=0.2,
+    )  # fmt: skip
+    train = TrainConfig(steps=4, learning_rate=1e-2, log_every=1, eval_windows=4, qat=False, remat=False)
+    return RunConfig(model=dataclasses.replace(tiny, vocab_size=512), data=data, train=train)
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path, monkeypatch):
+    monkeypatch.setenv("K3JAX_CACHE", str(tmp_path / "cache"))
+
+
+def test_a_run_on_sources(config, tmp_path):
+    result = loop.train(dataclasses.replace(config, out=str(tmp_path / "run")))
+    lines = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
+    assert lines[-1]["loss"] < lines[0]["loss"] < 8 and result.held_out_loss < lines[0]["loss"]
+    assert all(0 <= line["waited"] < 1 for line in lines) and result.bigram_loss is None
+
+
+def test_sources_and_a_corpus_of_them_give_the_same_batches(config, tmp_path):
+    data = config.data
+    tokenize(tmp_path / "corpus", data.paths, data.tokenizer, loop.encoding(data), data.held_out)
+    made = dataclasses.replace(config, data=dataclasses.replace(data, paths=(str(tmp_path / "corpus"),)))
+    for one, other in zip(loop.open_data(config), loop.open_data(made)):
+        for step in range(3):
+            chex.assert_trees_all_equal(one.batch(step), other.batch(step))
+        chex.assert_trees_all_equal(list(one.windows(5)), list(other.windows(5)))
+
+
+def test_plain_text_as_bytes_is_a_stream_but_for_a_single_file(tiny, tmp_path):
+    for name in "ab":
+        (tmp_path / f"{name}.txt").write_text(f"{name} line\n" * 200)
+    config = RunConfig(model=tiny, data=DataConfig(paths=(str(tmp_path / "*.txt"),), seq_len=32, batch_size=2))
+    streams = loop.open_data(config)
+    assert not any(isinstance(data, PackedDataset) for data in streams)
+    data = dataclasses.replace(config.data, paths=(str(tmp_path / "a.txt"),), held_out=0.1)
+    train, held_out = loop.open_data(dataclasses.replace(config, data=data))
+    counts = [data.sources[0].counts["tokens"] for data in (train, held_out)]
+    assert sum(counts) == 7 * 200 - 2 and counts[1] == 139
+    data = dataclasses.replace(config.data, held_out_paths=(str(tmp_path / "b.txt"),), paths=(str(tmp_path / "a.txt"),))
+    train, held_out = loop.open_data(dataclasses.replace(config, data=data))
+    assert chr(held_out.batch(0)["tokens"][0, 0]) in "b line\n" and train.sources[0].name.endswith("a.txt")
+
+
+@pytest.mark.parametrize(
+    "change, complaint",
+    [
+        ({"weights": (1, -1)}, "data.weights=1,-1: must be positive numbers"),
+        ({"weights": (0, 0)}, "data.weights=0,0: must be positive numbers"),
+        ({"weights": (1,)}, "data.weights: found 1, must be 2, one a source: "),
+        ({"learn": "some"}, "data.learn='some': must be"),
+        ({"tokenizer": None}, "marker <|open|>: this tokenizer (bytes, 256 tokens) has none"),
+        ({"tokenizer": "/nowhere"}, "/nowhere: no such folder"),
+    ],
+)
+def test_what_does_not_fit_is_said_before_any_step(config, tmp_path, change, complaint):
+    wrong = dataclasses.replace(config, data=dataclasses.replace(config.data, **change), out=str(tmp_path / "run"))
+    with pytest.raises(ValueError) as error:
+        loop.train(wrong)
+    assert complaint in str(error.value) and "\n" not in str(error.value) and not (tmp_path / "run").exists()
+
+
+def test_a_tokenizer_larger_than_the_model_is_named(config, tiny):
+    with pytest.raises(ValueError, match="has 512 ids, must have at most the model's vocab_size=256"):
+        loop.open_data(dataclasses.replace(config, model=tiny))
