@@ -154,7 +154,7 @@ def test_damage_is_named_or_does_not_matter(made, outcome, tmp_path, kind, patte
             assert contents(folder) == before, (damage, name)
             if isinstance(found, str):
                 named = [f"{file}: ", f"{file.name}: ", f"{folder}: "]  # or the step, of a mark and of what holds the values
-                named += [f"{folder}/checkpoints/2: "] * ("ocdbt" in pattern or "/d/" in pattern or "commit" in pattern)
+                named += [f"{folder}/checkpoints/2: "] * any(part in pattern for part in ("ocdbt", "/d/", *TIMES))
                 assert any(name in found for name in named), (damage, name, found)
                 if kind == "run" and "checkpoints/2/" in found and "whole checkpoint" not in found:
                     assert f"an older checkpoint is whole: resume={folder}/checkpoints/1" in found
