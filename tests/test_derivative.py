@@ -118,7 +118,7 @@ def loss_of(tiny, **settings):
     return lambda params: training.batch_loss(model, params, variables["router"], part, jnp.ones(()))[0], variables["params"]
 
 
-@pytest.mark.parametrize("remat", [False, True])
+@pytest.mark.parametrize("remat", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_forward_mode_of_the_model(tiny, remat):
     """Both mixers, AttnRes, experts, the vision tower and the loss, with what a step differentiates through."""
     loss, params = loss_of(tiny, kda_impl="scan", remat=remat)
@@ -163,6 +163,7 @@ def test_curvature_of_experts():
     chex.assert_trees_all_close(ragged, plain, rtol=1e-10, atol=1e-10)
 
 
+@pytest.mark.slow
 def test_curvature(tiny):
     """Forward over reverse, a Hessian's product with a vector, is no forward mode to a derivative by hand."""
     products = []

@@ -158,7 +158,7 @@ def worst(mesh, dtype, routing="as it comes"):
 
 
 @pytest.mark.parametrize("mesh", [name for name in MESHES if name != "one"])
-@pytest.mark.parametrize("dtype, tolerance", [("float64", 1e-9), ("float32", 1e-4)])
+@pytest.mark.parametrize("dtype, tolerance", [("float64", 1e-9), pytest.param("float32", 1e-4, marks=pytest.mark.slow)])
 def test_mesh_equals_one_device(mesh, dtype, tolerance):
     name, error = worst(mesh, dtype)
     assert error <= tolerance, name

@@ -23,8 +23,8 @@ from k3jax.sharding import along, constrain, gathered, mesh_axes, on_shards
 @flax.struct.dataclass
 class RouterStats:
     """What one forward pass tells of a router: `load` int32 [E], tokens each expert was chosen by, `histogram` int32
-    [E,1000] for Quantile Balancing, and `dropped` float32, how many (token, expert) pairs were left out (0 unless
-    `capacity_drop`; they may be more than int32 holds). Global over the mesh; padding is not counted."""
+    [E,1000] for Quantile Balancing, and `dropped` float32 (float64 for float64), how many (token, expert) pairs were left
+    out (0 unless `capacity_drop`; they may be more than int32 holds). Global over the mesh; padding is not counted."""
 
     load: Array
     histogram: Array
@@ -159,7 +159,7 @@ def _routed_local(cfg, policy, expert_axes, token_axes, x, z, valid, gate, bias,
     stats = RouterStats(
         expert_load(routing.indices, cfg.num_experts, flat),
         quantile_histogram(lax.stop_gradient(scores), routing.cutoff, bias, flat),
-        dropped.astype(jnp.float32),
+        dropped.astype(wide),
     )
     if token_axes:
         stats = lax.psum(stats, token_axes)

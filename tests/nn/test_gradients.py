@@ -65,7 +65,7 @@ def test_types(tiny, dtype, forms):
             assert (x.shape, x.dtype) == (leaf.shape, leaf.dtype), (T, form)
 
 
-@pytest.mark.parametrize("dtype, tolerance", [("bfloat16", 0.05), ("float16", 0.01), ("float32", 1e-4)])
+@pytest.mark.parametrize("dtype, tolerance", [("bfloat16", 0.05), pytest.param("float16", 0.01, marks=pytest.mark.slow), ("float32", 1e-4)])
 def test_values(tiny, dtype, tolerance):
     """Of float64 but for rounding: leaf by leaf, the root of the mean of squares."""
     variables = random_variables(tiny)
