@@ -26,6 +26,7 @@ from k3jax import cli, run_config, runtime
 from k3jax.cli.bench import BenchKda
 from k3jax.config import ModelConfig, VisionConfig
 from k3jax.hf.inspect import Report
+from k3jax.hf.layouts import Form
 from k3jax.lock import LOCK, locked
 from k3jax.run_config import DataConfig, MeshConfig, ProcessesConfig, RunConfig, TrainConfig
 from k3jax.settings import STRATEGIES, apply_overrides, load_config, load_strategy, strategy_names
@@ -200,7 +201,7 @@ def test_convert(calls):
     assert cli.main(["convert", "import", "e", "f", "--processes.coordinator", "auto"]) == 0
     assert calls[-2] == ("setup", (), {"processes": ProcessesConfig(coordinator="auto")})
     assert [call for call in calls if call[0] != "setup"] == [
-        ("export", ("a", "b"), {"max_shard_size": 5 * 10**9, "memory": 2**31}),
+        ("export", ("a", "b"), {"max_shard_size": 5 * 10**9, "memory": 2**31, "form": Form()}),
         ("import", ("c", "d"), {"experts": "dequantized", "layers": None, "memory": 2**31, "allow_nonfinite": ()}),
         ("import", ("c", "d"), {"experts": "packed", "layers": 3, "memory": 2**29, "allow_nonfinite": ("*.A_log", "x")}),
         ("import", ("e", "f"), {"experts": "dequantized", "layers": None, "memory": 2**31, "allow_nonfinite": ()}),
