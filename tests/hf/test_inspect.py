@@ -39,7 +39,8 @@ def test_report_names_what_is_wrong(copy_golden):
     rows = {line[:18].strip(): line[18:].split() for line in lines}
     assert rows["not of this model"] == ["1", "0", "7", "BOOL"]
     assert rows["embeddings"][2:] == ["81,920", "BF16,", "F64"]
-    assert lines[-2].startswith("index       says total_size 2,580,888, the shards hold ")
+    assert lines[-3].startswith("index       says total_size 2,580,888, the shards hold ")
+    assert lines[-2].startswith("ignored     1 thing: model.norm.weight: in model-00002-of-00002.safetensors, but the index says lost")
     assert "experts     3 of 12 routed, 1 shared; not quantised" in lines
     assert lines[-1] == (
         "problems    3 problems: extra: not a tensor of this model; "
