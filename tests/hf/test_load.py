@@ -214,11 +214,6 @@ def header_length(copy, length):
     file.write_bytes(length.to_bytes(8, "little") + file.read_bytes()[8:])
 
 
-def again(copy, name):
-    tensors = load_file(copy.folder / SHARD1)
-    save_file(tensors | {name: np.zeros((12, 64), ml_dtypes.bfloat16)}, copy.folder / SHARD1)
-
-
 def link_out(copy, to):
     file = copy.folder / SHARD2
     target = copy.folder.parent / "elsewhere"
