@@ -60,6 +60,10 @@ class Tokenizer(abc.ABC):
     def stream(self) -> Stream:
         """A decoder of one id after the other, whose texts together are those of `decode`."""
 
+    @abc.abstractmethod
+    def sizes(self) -> np.ndarray:
+        """Bytes of text of every id, int32 [vocab_size]; markers have 0."""
+
     def marker(self, name: str) -> int:
         """Id of a marker; ValueError for a name that none has."""
         if name not in self.markers:
@@ -146,3 +150,6 @@ class TableTokenizer(Tokenizer):
 
     def stream(self):
         return Stream(self._tokens)
+
+    def sizes(self):
+        return np.array([len(token or b"") for token in self._tokens], np.int32)
