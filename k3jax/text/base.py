@@ -24,6 +24,11 @@ def to_bytes(text: str) -> bytes:
         raise ValueError(f"found half a character, {found}, at position {error.start}, must be whole ones") from None
 
 
+def printable(text: str) -> str:
+    """Control characters as escapes: a text must not steer the terminal."""
+    return "".join(c if c.isprintable() or c in "\n\t" else c.encode("unicode_escape").decode() for c in text)
+
+
 class Tokenizer(abc.ABC):
     """Text to ids and back.
 
