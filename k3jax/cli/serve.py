@@ -107,7 +107,7 @@ class Chat(_Drawn, _Model):
     """Whether the model thinks before it answers."""
     effort: Literal["low", "medium", "high", "max"] = "max"
     """How much it is asked to think."""
-    json: bool = False
+    as_json: bool = False
     """Print the reply to `messages` as JSON."""
     max_tokens: int = 1000
     """Most tokens of a reply."""
@@ -116,7 +116,7 @@ class Chat(_Drawn, _Model):
         self.check(self.max_tokens)
         alone = "left out without --messages" if self.messages is None else "left out beside --messages, which names its own"
         check(
-            ("json", self.json, not self.json or self.messages is not None, alone),
+            ("as-json", self.as_json, not self.as_json or self.messages is not None, alone),
             ("image", ",".join(self.image), not self.image or self.messages is None, alone),
         )
         for path in (self.checkpoint, *self.image):
@@ -130,9 +130,9 @@ class Chat(_Drawn, _Model):
         model = chat.Chat(self.checkpoint, self.experts, self.mxfp8_inputs)
         options = {"thinking": self.thinking, "effort": self.effort, "max_tokens": self.max_tokens, **self.options}
         if messages:
-            show = None if self.json else _Screen()
+            show = None if self.as_json else _Screen()
             reply = _shown(model.reply(messages, tools, **options), show or (lambda delta: None))
-            print(json.dumps(reply.message, ensure_ascii=False) if self.json else "", flush=True)
+            print(json.dumps(reply.message, ensure_ascii=False) if self.as_json else "", flush=True)
             _tell(reply)
             return
         self._talk(model, tools, options)
