@@ -130,7 +130,9 @@ class TrainConfig:
     keep_checkpoints: int = 2
     """Newest checkpoints kept."""
     eval_windows: int = 64
-    """Held-out sequences evaluated at the end."""
+    """Held-out sequences of an evaluation."""
+    eval_every: int = 0
+    """Steps between evaluations; 0: only at the end, where there is always one."""
     log_every: int = 10
     """Steps between logged numbers."""
 
@@ -175,6 +177,7 @@ class RunConfig:
         mesh: Devices along each mesh axis.
         out: Folder of the run: checkpoints, metrics and plot.
         resume: Checkpoint to continue from: its step folder, or a run folder for its newest one.
+        start: Checkpoint whose weights a new run begins with, at step 0 and with a new optimizer: fine-tuning.
         cpu_devices: Simulated CPU devices to run on, over all processes; 0 runs on the machine's own devices.
         processes: Processes that run it together.
 
@@ -190,6 +193,7 @@ class RunConfig:
     mesh: MeshConfig = MeshConfig()
     out: PathText = "runs/k3"
     resume: PathText | None = None
+    start: PathText | None = None
     cpu_devices: int = 0
     processes: ProcessesConfig = ProcessesConfig()
 
@@ -243,7 +247,9 @@ class RunConfig:
             ("train.checkpoint_every", train.checkpoint_every, train.checkpoint_every >= 1, "at least 1"),
             ("train.keep_checkpoints", train.keep_checkpoints, train.keep_checkpoints >= 1, "at least 1"),
             ("train.eval_windows", train.eval_windows, train.eval_windows >= 1, "at least 1"),
+            ("train.eval_every", train.eval_every, train.eval_every >= 0, "0 or more"),
             ("train.log_every", train.log_every, train.log_every >= 1, "at least 1"),
+            ("start", self.start, not (self.start and self.resume), "None beside resume, which has weights"),
             ("cpu_devices", self.cpu_devices, 0 <= self.cpu_devices <= MOST_DEVICES, simulated),
         )
         _refuse(ranges)

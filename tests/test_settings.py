@@ -170,7 +170,7 @@ def flags_of(cls, prefix=""):
 
 def test_all_commands_are_found():
     assert set(COMMANDS) == {
-        "train", "generate", "plan", "inspect", "convert import", "convert export", "convert synthesize",
+        "train", "generate", "chat", "evaluate", "plan", "inspect", "convert import", "convert export", "convert synthesize",
         "data tokenize", "data inspect", "data show", "bench convert", "bench data", "bench kda", "bench moe", "bench step", "bench strategies",
     }  # fmt: skip
 

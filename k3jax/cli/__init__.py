@@ -1,4 +1,4 @@
-"""The command line: `python -m k3jax train | generate | data | convert | plan | bench | inspect`.
+"""The command line: `python -m k3jax train | generate | chat | evaluate | data | convert | plan | bench | inspect`.
 
 A mistake in what the user gave (a setting, a file, a checkpoint) ends with one line on stderr and exit code
 2; `K3JAX_TRACEBACK=1` shows where it was raised. JAX is imported when a command runs, not for `--help`.
@@ -15,20 +15,21 @@ import sys
 import traceback
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Annotated, Literal, NoReturn
+from typing import Annotated, NoReturn
 
 import tyro
-from tyro.conf import Positional, subcommand
+from tyro.conf import subcommand
 
 from k3jax import runtime
 from k3jax.cli.bench import Bench, BenchStep, BenchStrategies
 from k3jax.cli.convert import Convert, Inspect
 from k3jax.cli.data import Data
-from k3jax.cli.options import at_least, check, tidied
+from k3jax.cli.options import tidied
 from k3jax.cli.plan import Plan
+from k3jax.cli.serve import Chat, Evaluate, Generate
 from k3jax.checks import shown
 from k3jax.paths import check_kind
-from k3jax.values import FLAGS, AnyText, PathText, Seed
+from k3jax.values import FLAGS, PathText
 
 
 @dataclass(frozen=True)
@@ -66,72 +67,18 @@ class Train:
             loop.train(config.on(jax.device_count()))
 
 
-@dataclass(frozen=True)
-class Generate:
-    """Continue a prompt with a trained or released model."""
-
-    checkpoint: Positional[PathText]
-    """Checkpoint of a run, or folder of the released layout."""
-    prompt: AnyText
-    """Text to continue. Each <image> in it stands for one of the images; without any they come first."""
-    image: tyro.conf.UseAppendAction[tuple[PathText, ...]] = ()
-    """Image file; again for each further one."""
-    max_tokens: int = 200
-    """Most tokens to write."""
-    temperature: float = 0.8
-    """0 always takes the likeliest token."""
-    top_k: int = 0
-    """Draw from the k likeliest tokens; 0 from all."""
-    top_p: float = 1.0
-    """Draw from the likeliest tokens that hold this much probability."""
-    seed: Seed = 0
-    """Seed of the draws."""
-    experts: Literal["packed", "dequantized"] = "packed"
-    """How the routed experts are held in memory: 4-bit, or as ordinary numbers."""
-    mxfp8_inputs: bool = True
-    """Round expert inputs to MXFP8, as quantisation-aware training does."""
-
-    def run(self) -> None:
-        from k3jax.serve.sampling import ranges
-
-        drawn = ranges(self.temperature, self.top_k, self.top_p)
-        check(
-            ("prompt", self.prompt, bool(self.prompt or self.image), "at least one character, where there is no image"),
-            *at_least(1, max_tokens=self.max_tokens),
-            *((name.replace("_", "-"), *rest) for name, *rest in drawn),
-        )
-        for path in (self.checkpoint, *self.image):
-            check_kind(path)
-        runtime.setup()
-        from k3jax.serve import generate
-
-        pieces = generate.generate_text(
-            self.checkpoint,
-            self.prompt,
-            max_tokens=self.max_tokens,
-            temperature=self.temperature,
-            top_k=self.top_k,
-            top_p=self.top_p,
-            seed=self.seed,
-            experts=self.experts,
-            mxfp8_inputs=self.mxfp8_inputs,
-            images=self.image,
-        )
-        for piece in pieces:
-            print(piece, end="", flush=True)
-        print()
-
-
 Command = (
     Annotated[Train, subcommand("train")]
     | Annotated[Generate, subcommand("generate")]
+    | Annotated[Chat, subcommand("chat")]
+    | Annotated[Evaluate, subcommand("evaluate")]
     | Annotated[Data, subcommand("data")]
     | Annotated[Convert, subcommand("convert")]
     | Annotated[Plan, subcommand("plan")]
     | Annotated[Bench, subcommand("bench")]
     | Annotated[Inspect, subcommand("inspect")]
 )
-_NAMES = ("train", "generate", "data", "convert", "plan", "bench", "inspect")
+_NAMES = ("train", "generate", "chat", "evaluate", "data", "convert", "plan", "bench", "inspect")
 _PROG = "python -m k3jax"
 
 

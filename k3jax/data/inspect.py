@@ -10,7 +10,7 @@ import numpy as np
 from k3jax.data.corpus import SIDES, Corpus, from_record, open_corpus
 from k3jax.data.encoding import open_tokenizer
 from k3jax.data.packed import PackedDataset
-from k3jax.text import Tokenizer
+from k3jax.text import Tokenizer, printable
 
 _LEARNT = {True: ("\x1b[1;32m", "\x1b[0m"), False: ("\u27e6", "\u27e7")}
 
@@ -69,12 +69,8 @@ def _decoded(ids: np.ndarray, learnt: np.ndarray, tokenizer: Tokenizer, color: b
     learnt = np.concatenate([[False], learnt[1:]])
     turns = np.flatnonzero(np.diff(learnt)) + 1
     runs = [
-        (mask[0], _printable(tokenizer.decode(run, markers=True)))
+        (mask[0], printable(tokenizer.decode(run, markers=True)))
         for run, mask in zip(np.split(ids, turns), np.split(learnt, turns))
     ]
     return "".join(begin + text + end if is_learnt else text for is_learnt, text in runs)
 
-
-def _printable(text: str) -> str:
-    """Control characters as escapes: a text must not steer the terminal."""
-    return "".join(c if c.isprintable() or c in "\n\t" else c.encode("unicode_escape").decode() for c in text)

@@ -48,6 +48,24 @@ def open_packed(
     return PackedDataset(train, batch_size, seed, weights), PackedDataset(held, batch_size, seed)
 
 
+def open_held_out(
+    paths: Sequence[str],
+    tokenizer: str | Path | None,
+    encoding: Encoding,
+    batch_size: int,
+    workers: int = 1,
+    report: Callable[[int, int], None] = lambda done, total: None,
+    key: str = "--data",
+) -> PackedDataset:
+    """All rows of sources, to evaluate on. A corpus is taken as it was made, but for another tokenizer, which is refused."""
+    rows = []
+    for path in paths:
+        made = open_corpus(path).encoding if is_corpus(path) else encoding
+        (corpus,) = open_corpora([path], tokenizer, made, 0, workers, report, key)
+        rows += [rows for side in ("train", "held_out") for rows in corpus.rows(side) if len(rows)]
+    return PackedDataset(rows, batch_size)
+
+
 def open_corpora(
     paths: Sequence[str],
     tokenizer: str | Path | None,

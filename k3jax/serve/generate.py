@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import codecs
-from collections.abc import Iterator, Sequence
-from functools import partial
+from collections.abc import Container, Generator, Iterator, Sequence
+from functools import lru_cache, partial
 from pathlib import Path
 
 import jax
@@ -20,8 +19,9 @@ from k3jax.paths import expand
 from k3jax.runtime import compiler_options
 from k3jax.serve import sampling
 from k3jax.serve.sampler import sample
-from k3jax.text import ByteTokenizer
+from k3jax.text import Tokenizer, load_tokenizer
 from k3jax.tokens import check_tokens
+from k3jax.train.checkpoint import open_model
 from k3jax.train.loop import restore_weights
 from k3jax.train.pairs import encode_pair
 from k3jax.vision.batch import bucket, pack, widen
@@ -50,16 +50,38 @@ def load_model(
     return K3(cfg, experts="qat" if qat else "dequantized", mxfp8_inputs=qat and mxfp8_inputs), variables
 
 
-def make_advance(model: K3, temperature: float, top_k: int = 0, top_p: float = 1.0, cache_shardings=None):
+def load_text(checkpoint: str | Path) -> tuple[ModelConfig, Tokenizer, Path]:
+    """(model, tokenizer, folder with its files) of what `load_model` takes, without its weights; `stop_ids` are those of both.
+
+    Raises:
+        ValueError: no checkpoint, a tokenizer that cannot be read, or none for a model whose tokens are not bytes.
+    """
+    folder = Path(expand(checkpoint))
+    if (folder / "config.json").is_file():
+        cfg = ModelConfig.from_hf(folder)
+    else:
+        checkpoints, _, cfg, _ = open_model(folder)
+        folder = checkpoints.folder.parent
+    tokenizer = load_tokenizer(folder, cfg.vocab_size)
+    tokenizer.stop_ids |= cfg.stop_ids
+    return cfg, tokenizer, folder
+
+
+def make_advance(
+    model: K3, temperature: float, top_k: int = 0, top_p: float = 1.0, cache_shardings=None, ids: int | None = None
+):
     """The jitted step of prefill and decoding: (variables, tokens [B,T], mask [B,T], cache, key, images=None) -> (next
-    tokens [B], cache), the cache donated."""
+    tokens [B], cache), the cache donated. With `ids` only ids below it are drawn."""
 
     @partial(jax.jit, donate_argnums=3, out_shardings=(None, cache_shardings), compiler_options=compiler_options())
     def advance(variables, tokens, mask, cache, key, images=None) -> tuple[Array, Cache]:
         out = model.apply(variables, tokens, mask, cache=cache, pixel_values=images)
-        return sample(out.logits[:, -1], key, temperature, top_k, top_p), out.cache
+        return sample(out.logits[:, -1, :ids], key, temperature, top_k, top_p), out.cache
 
     return advance
+
+
+_advance = lru_cache(maxsize=16)(make_advance)  # what has been compiled for one prompt serves the next
 
 
 def generate_tokens(
@@ -72,10 +94,15 @@ def generate_tokens(
     top_p: float = 1.0,
     seed: int = 0,
     images: Sequence[Patches] = (),
-) -> Iterator[int]:
-    """Yields up to `max_tokens` token ids that continue `prompt` [T] int, until one of the model's end tokens.
+    stop_ids: Container[int] | None = None,
+    ids: int | None = None,
+) -> Generator[int, None, int | None]:
+    """Yields up to `max_tokens` token ids that continue `prompt` [T] int, until one of `stop_ids`, which it returns.
 
-    `images` are those of the prompt's placeholders, in their order.
+    Args:
+        images: those of the prompt's placeholders, in their order.
+        stop_ids: by default the model's end tokens.
+        ids: only ids below it are drawn: a model may have more than its tokenizer has tokens.
 
     Raises:
         ValueError: no prompt, a token outside the vocabulary, a setting of the sampler out of its range, images that do
@@ -105,17 +132,19 @@ def generate_tokens(
     tokens = jnp.asarray(np.pad(prompt.astype(np.int32), (pad, 0), constant_values=-1))[None]
     mask = jnp.asarray(np.arange(tokens.shape[1]) >= pad, jnp.int32)[None]
 
-    advance = make_advance(model, temperature, top_k, top_p)
+    advance = _advance(model, float(temperature), int(top_k), float(top_p), ids=ids)
+    stop_ids = cfg.stop_ids if stop_ids is None else stop_ids
     cache = init_cache(cfg, 1, tokens.shape[1] + max_tokens, model.dtype)
     one = jnp.ones((1, 1), jnp.int32)
     for n, key in enumerate(jax.random.split(jax.random.key(seed), max_tokens)):
         token, cache = advance(variables, tokens, mask, cache, key, packed)
         if int(token[0]) < 0:
             raise ValueError(f"logits: found NaN or infinite ones for token {n}: weights hold such values, or overflow")
-        if int(token[0]) in cfg.stop_ids:
-            return
+        if int(token[0]) in stop_ids:
+            return int(token[0])
         yield int(token[0])
         tokens, mask, packed = token[:, None], one, None
+    return None
 
 
 def generate_text(
@@ -129,23 +158,28 @@ def generate_text(
     experts: str = "packed",
     mxfp8_inputs: bool = True,
     images: Sequence = (),
-) -> Iterator[str]:
-    """Yields pieces of text that continue `prompt`, for a model whose tokens are bytes.
+) -> Generator[str, None, str | None]:
+    """Yields pieces of text that continue `prompt`, and returns which token ended it ("name (id)"), None for `max_tokens`.
 
     `images`: what `k3jax.vision.preprocess` takes; each stands where the prompt says `<image>`, or all before it.
     """
     sampling.check(temperature, top_k, top_p)
-    model, variables = load_model(checkpoint, experts, mxfp8_inputs)
-    if model.cfg.vocab_size != ByteTokenizer.vocab_size:
-        raise ValueError(
-            f"{checkpoint}: vocab_size={model.cfg.vocab_size}, text needs a byte model ({ByteTokenizer.vocab_size})"
-        )
-    decoder = codecs.getincrementaldecoder("utf-8")("replace")
-    vision = model.cfg.vision
-    if images and vision is None:
+    cfg, tokenizer, _ = load_text(checkpoint)
+    if images and cfg.vision is None:
         raise ValueError(f"{checkpoint}: found {len(images)} images, must be none: this model has no vision")
-    patches = [preprocess(image, vision) for image in images]
-    prompt_ids = encode_pair(prompt, len(images), vision) if vision else ByteTokenizer.encode(prompt)
-    for token in generate_tokens(model, variables, prompt_ids, max_tokens, temperature, top_k, top_p, seed, patches):
-        yield decoder.decode(bytes([token]))
-    yield decoder.decode(b"", True)
+    patches = [preprocess(image, cfg.vision) for image in images]
+    ids = encode_pair(prompt, len(images), cfg.vision, tokenizer) if cfg.vision else tokenizer.encode(prompt)
+    model, variables = load_model(checkpoint, experts, mxfp8_inputs)
+    options = {"stop_ids": tokenizer.stop_ids, "ids": tokenizer.vocab_size}
+    found = generate_tokens(model, variables, ids, max_tokens, temperature, top_k, top_p, seed, patches, **options)
+    stream, ended = tokenizer.stream(), None
+
+    def keep_end():
+        nonlocal ended
+        ended = yield from found
+
+    for token in keep_end():
+        if piece := stream.push(token):
+            yield piece
+    yield stream.finish()
+    return None if ended is None else f"{tokenizer.marker_name(ended) or 'token'} ({ended})"

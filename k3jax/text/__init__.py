@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from k3jax.paths import expand
-from k3jax.text.base import Stream, Tokenizer
+from k3jax.text.base import Stream, Tokenizer, printable
 from k3jax.text.bytes import ByteTokenizer
 from k3jax.text.files import LIBRARY, RANKS, copy_tokenizer, read_stop_ids, tokenizer_files
 from k3jax.text.library import LibraryTokenizer
@@ -18,6 +18,7 @@ __all__ = [
     "Tokenizer",
     "copy_tokenizer",
     "load_tokenizer",
+    "printable",
     "tokenizer_files",
     "train_tokenizer",
 ]

@@ -24,6 +24,11 @@ def to_bytes(text: str) -> bytes:
         raise ValueError(f"found half a character, {found}, at position {error.start}, must be whole ones") from None
 
 
+def printable(text: str) -> str:
+    """Control characters as escapes: a text must not steer the terminal."""
+    return "".join(c if c.isprintable() or c in "\n\t" else c.encode("unicode_escape").decode() for c in text)
+
+
 class Tokenizer(abc.ABC):
     """Text to ids and back.
 
@@ -59,6 +64,10 @@ class Tokenizer(abc.ABC):
     @abc.abstractmethod
     def stream(self) -> Stream:
         """A decoder of one id after the other, whose texts together are those of `decode`."""
+
+    @abc.abstractmethod
+    def sizes(self) -> np.ndarray:
+        """Bytes of text of every id, int32 [vocab_size]; markers have 0."""
 
     def marker(self, name: str) -> int:
         """Id of a marker; ValueError for a name that none has."""
@@ -146,3 +155,6 @@ class TableTokenizer(Tokenizer):
 
     def stream(self):
         return Stream(self._tokens)
+
+    def sizes(self):
+        return np.array([len(token or b"") for token in self._tokens], np.int32)

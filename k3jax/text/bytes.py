@@ -42,3 +42,7 @@ class ByteTokenizer(Tokenizer):
     @staticmethod
     def stream() -> Stream:
         return Stream(ByteTokenizer._tokens)
+
+    @staticmethod
+    def sizes() -> np.ndarray:
+        return np.ones(ByteTokenizer.vocab_size, np.int32)

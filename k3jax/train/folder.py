@@ -6,6 +6,7 @@ import os
 from pathlib import Path
 
 from k3jax.lock import LOCK
+from k3jax.text import tokenizer_files
 from k3jax.train.checkpoint import Checkpoints
 from k3jax.train.log import read_numbers
 
@@ -24,7 +25,8 @@ def check(out: str, resume: str | None, resumed: tuple[Path, int] | None) -> Non
     new = "name a new or empty folder as out"
     if resumed is None and Checkpoints(folder / CHECKPOINTS).latest() is not None:
         raise ValueError(f"out={out}: already holds a run; continue it with resume={out}, or name another folder")
-    if strange := [name for name in found if name not in (CHECKPOINTS, METRICS, PLOT, RESULT)]:
+    known = {CHECKPOINTS, METRICS, PLOT, RESULT, *(path.name for path in tokenizer_files(folder))}
+    if strange := [name for name in found if name not in known]:
         more = f" and {len(strange) - 1} more" if strange[1:] else ""
         raise ValueError(f"out={out}: holds {strange[0]}{more}, which is not of a run; {new}")
     if Checkpoints(folder / CHECKPOINTS).latest() is not None:

@@ -90,6 +90,8 @@ class RunLog:
         text = f"loss {loss:.3f}, {speed}, grad {gradient_norm:.3g}, load {expert_load:.2f}"
         if waited is not None:
             text += f", wait {waited:.0%}"
+        if "held_out_loss" in more:
+            text += f", held-out {more['held_out_loss']:.3f}"
         if self._bar is not None:
             self._bar.set_postfix_str(text, refresh=False)
             self._bar.update(step - self._bar.n)
@@ -121,6 +123,8 @@ class RunLog:
         top, bottom = figure.subplots(2, 1, sharex=True)
         figure.suptitle(title)
         top.plot(steps, [line["loss"] for line in lines], label="model")
+        if held_out := {n["step"]: n["held_out_loss"] for n in lines if n.get("held_out_loss") is not None}:
+            top.plot(held_out.keys(), held_out.values(), "o", label="held-out")
         if bigram_loss is not None:
             top.axhline(bigram_loss, color="gray", linestyle="--", label=f"bigram, {bigram_loss:.3f}")
         top.set_ylabel("loss [nats per token]")

@@ -33,8 +33,10 @@ from k3jax.run_config import DataConfig, RunConfig
 from k3jax.sharding import make_mesh
 from k3jax.train import folder
 from k3jax.train import step as training
-from k3jax.train.checkpoint import Checkpoints, meet, open_model, resolve
+from k3jax.text import copy_tokenizer, load_tokenizer
+from k3jax.train.checkpoint import Checkpoints, open_model, resolve
 from k3jax.train.data import ByteDataset, RowDataset, bigram_nats, find_text, split_files
+from k3jax.train.evaluate import Evaluation, Score, program
 from k3jax.train.log import RunLog
 from k3jax.train.pairs import PairDataset, find_pairs, split_pairs
 from k3jax.vision.batch import patch_unit
@@ -46,11 +48,15 @@ class Diverged(ValueError):
 
 @dataclass(frozen=True)
 class Result:
-    """What a run ended with: losses in nats per token, over `eval_bytes` held-out tokens; of text as bytes, a bigram's too."""
+    """What a run ended with: losses in nats per token, over `eval_bytes` held-out tokens; of text as bytes, a bigram's too.
+
+    `held_out_byte_loss`: in nats per byte of the text that those tokens stand for.
+    """
 
     step: int
     train_loss: float
     held_out_loss: float
+    held_out_byte_loss: float
     bigram_loss: float | None
     eval_bytes: int
     seconds: float
@@ -145,10 +151,24 @@ def _prepare(config: RunConfig):
     if jax.process_count() > 1 and mesh.size < jax.device_count():
         raise ValueError(f"mesh: found {mesh.size} devices; several processes must use all their {jax.device_count()}")
     resumed = None if config.resume is None else resolve(config.resume)
+    for key, path in (("resume", config.resume), ("start", config.start)):
+        if path is not None:
+            _check_tokenizer(config, key, path)
     if jax.process_index() == 0:
         folder.check(config.out, config.resume, resumed)
     found = {"rows of data": len(training_data), "held-out rows": len(held_out), "resumed step": resumed and resumed[1]}
     return (training_data, held_out, mesh, resumed), found
+
+
+def _check_tokenizer(config: RunConfig, key: str, path: str) -> None:
+    """Complains where a checkpoint's tokens mean something else than the run's."""
+    source = resolve(path)[0].parent
+    found, right = load_tokenizer(source), open_tokenizer(config.data.tokenizer)
+    if found.kind != "bytes" and found.identity != right.identity:
+        raise ValueError(
+            f"data.tokenizer={config.data.tokenizer}: {key}={path} was trained with another one ({found.kind}, "
+            f"{found.vocab_size} tokens), which lies in {source}"
+        )
 
 
 def _train(config: RunConfig, training_data: RowDataset, held_out: RowDataset, mesh, resumed) -> Result:
@@ -158,6 +178,7 @@ def _train(config: RunConfig, training_data: RowDataset, held_out: RowDataset, m
     started = time.monotonic()
     with jax.set_mesh(mesh):
         state, shardings = _first_state(config, mesh, resumed)
+        evaluation = Evaluation(training.make_model(config), mesh, open_tokenizer(config.data.tokenizer))
         first = int(state.step)
         if first >= last:
             raise ValueError(f"train.steps={last}: the checkpoint is already at step {first}")
@@ -175,22 +196,30 @@ def _train(config: RunConfig, training_data: RowDataset, held_out: RowDataset, m
                     batch = training.shard_batch(batch, mesh, config.data.batch_size)
                     if number == first + 1:
                         watch.compiles()
-                        step_fn = _program(step_fn, state, batch)
+                        step_fn = program(step_fn, state, batch)
                         watch.begins()
                     state, metrics = step_fn(state, batch)
                     watch.add(number, metrics)
-                    saves = number % config.train.checkpoint_every == 0 or number == last
-                    if saves or number % config.train.log_every == 0 or number == first + 1:
-                        watch.report()
+                    saves, evaluates = (
+                        number == last or every and number % every == 0
+                        for every in (config.train.checkpoint_every, config.train.eval_every)
+                    )
+                    if saves or evaluates or number % config.train.log_every == 0 or number == first + 1:
+                        watch.check()
                     if saves:
+                        if speaks and config.data.tokenizer:
+                            copy_tokenizer(config.data.tokenizer, out)
                         checkpoints.save(number, state, describe(config))
-            held_out_loss, eval_bytes = evaluate(config, state, held_out, mesh)
+                    if evaluates:
+                        watch.scores = evaluation(state.params, state.router, held_out, config.train.eval_windows)
+                    watch.tell()
         bigram = None
         if isinstance(training_data, RowDataset):
             bigram = bigram_nats(training_data, held_out, config.train.eval_windows)
     plot, checkpoint = out / "training.png", out / "checkpoints" / str(last)
     seconds = time.monotonic() - started
-    result = Result(last, watch.loss, held_out_loss, bigram, eval_bytes, seconds, checkpoint, plot)
+    score = sum(watch.scores.values(), Score(0.0, 0, 0))
+    result = Result(last, watch.loss, score.loss, score.byte_loss, bigram, score.tokens, seconds, checkpoint, plot)
     if speaks:
         log.plot(plot, title=f"{config.model.num_parameters / 1e6:.1f} M parameters", bigram_loss=bigram)
         result.write(out / "result.json")
@@ -208,6 +237,8 @@ class _Watch:
         self.pending: list[tuple[int, dict]] = []
         self.since, self.waited = time.monotonic(), batches.waited
         self.loss = float("nan")
+        self.numbers: dict | None = None  # of the newest step, when it has been checked
+        self.scores: dict[str, Score] = {}  # of the newest evaluation, by source
         self.warned = False
 
     def compiles(self) -> None:
@@ -223,8 +254,9 @@ class _Watch:
     def add(self, number: int, metrics: dict) -> None:
         self.pending.append((number, metrics))
 
-    def report(self) -> None:
-        """Checks every step since the last report and logs the newest."""
+    def check(self) -> None:
+        """Checks every step since the last time, and keeps the numbers of the newest for `tell`."""
+        self.scores = {}
         steps = jax.device_get(self.pending)
         self.pending = []
         for number, metrics in steps:
@@ -243,17 +275,30 @@ class _Watch:
         if skipped := len(steps) - len(learnt):
             more["skipped"] = skipped
             self._warn(next(number for number, metrics in steps if not metrics["tokens"]))
+        self.numbers = {
+            "step": number,
+            "loss": self.loss,
+            "tokens_per_second": tokens / (now - self.since),
+            "gradient_norm": float(metrics["grad_norm"]),
+            "expert_load": float(np.mean([metrics["expert_load"] for _, metrics in steps])),
+            "waited": (self.batches.waited - self.waited) / (now - self.since),
+            **more,
+        }
+
+    def tell(self) -> None:
+        """Logs what `check` has kept, with the scores of an evaluation that came since; its time is no part of the steps'."""
+        if self.numbers is None:
+            return
+        if self.scores:
+            whole = sum(self.scores.values(), Score(0.0, 0, 0))
+            self.numbers |= {"held_out_loss": whole.loss, "held_out_byte_loss": whole.byte_loss}
+            if len(self.scores) > 1:
+                self.numbers |= {f"held_out_loss of {name}": score.loss for name, score in self.scores.items()}
+                self.numbers |= {f"held_out_byte_loss of {name}": score.byte_loss for name, score in self.scores.items()}
         if self.log is not None:
-            self.log.write(
-                number,
-                loss=self.loss,
-                tokens_per_second=tokens / (now - self.since),
-                gradient_norm=float(metrics["grad_norm"]),
-                expert_load=float(np.mean([metrics["expert_load"] for _, metrics in steps])),
-                waited=(self.batches.waited - self.waited) / (now - self.since),
-                **more,
-            )
-        self.since, self.waited = now, self.batches.waited
+            self.log.write(**self.numbers)
+        self.numbers = None
+        self.since, self.waited = time.monotonic(), self.batches.waited
 
     def _warn(self, number: int) -> None:
         """Once a run."""
@@ -264,16 +309,18 @@ class _Watch:
 
 def _first_state(config: RunConfig, mesh, resumed: tuple[Path, int] | None):
     """A new state, or that of the checkpoint (folder, step)."""
-    if resumed is None:
+    if resumed is None and config.start is None:
         return training.init_state(config, mesh)
-    checkpoints, number = Checkpoints(resumed[0]), resumed[1]
+    key, path = ("start", config.start) if resumed is None else ("resume", config.resume)
+    at, number = resumed or resolve(path)
+    checkpoints = Checkpoints(at)
     cfg, meta = checkpoints.read_model(number)
     if cfg != config.model:
-        raise ValueError(f"resume={config.resume}: holds another model than this configuration's `model`")
+        raise ValueError(f"{key}={path}: holds another model than this configuration's `model`")
     abstract, shardings = training.abstract_state(config, mesh)
-    if meta["kind"] == "run":
+    if meta["kind"] == "run" and key == "resume":
         return checkpoints.restore(number, abstract)[0], shardings
-    # Weights alone, in the types they are stored in, as `convert import` writes them: the optimizer starts anew.
+    # Weights alone, of a run or in the types they are stored in, as `convert import` writes them: the optimizer starts anew.
     weights = _imported(checkpoints, number, {"params": abstract.params, "router": abstract.router}, meta.get("experts", "dequantized"))
     fresh, _ = training.init_state(config, mesh)
     return fresh.replace(**weights), shardings
@@ -296,40 +343,12 @@ def _imported(checkpoints: Checkpoints, number: int, abstract: dict, experts: st
     return unflatten_dict(found)
 
 
-def _program(jitted, *arguments):
-    """The compiled program, when all processes have it: a collective on CPU does not wait long for one that compiles."""
-    program = jitted.lower(*arguments).compile()
-    meet("compiled")
-    return program
-
-
 def describe(config: RunConfig, kind: str = "run") -> dict[str, Any]:
     """What is written beside the arrays: the model, and for a run everything else that made it."""
     meta = {"kind": kind, "model": config.model.to_hf(), "jax": jax.__version__}
     for part in ("data", "train", "mesh"):
         meta[part] = dataclasses.asdict(getattr(config, part))
     return meta
-
-
-def evaluate(config: RunConfig, state: training.TrainState, held_out: RowDataset | PackedDataset, mesh) -> tuple[float, int]:
-    """(mean loss in nats per token, tokens) over `train.eval_windows` held-out windows, by the model as trained."""
-    model = training.make_model(config)
-
-    @jax.jit
-    def losses(state, batch):
-        one = jnp.ones((), jnp.float32)
-        return training.batch_loss(model, state.params, state.router, batch, one)[0], jnp.sum(batch["weights"])
-
-    rows, sums = training.process_rows(held_out.batch_size, mesh), []
-    for batch in held_out.windows(config.train.eval_windows, rows):
-        batch = training.shard_batch(batch, mesh, held_out.batch_size)
-        if not sums:
-            losses = _program(losses, state, batch)
-        sums.append(losses(state, batch))
-    loss, count = np.sum(jax.device_get(sums), axis=0, dtype=np.float64)
-    if not count:
-        raise ValueError(f"{_source(config)}: no held-out token has a predecessor in its document; give longer documents")
-    return float(loss / count), int(count)
 
 
 def restore_weights(checkpoint: str | Path, param_dtype=jnp.float32) -> tuple[ModelConfig, dict[str, Any], dict[str, Any]]:

@@ -16,7 +16,7 @@ import numpy as np
 from k3jax import strict_json
 from k3jax.config import VisionConfig
 from k3jax.paths import expand, read_text
-from k3jax.text import ByteTokenizer
+from k3jax.text import ByteTokenizer, Tokenizer
 from k3jax.train.data import Batch, RowDataset
 from k3jax.vision.batch import UNIT, bucket, pack, tokens_of, widen
 from k3jax.vision.image import file_grid, preprocess
@@ -33,7 +33,9 @@ class Pair(NamedTuple):
     where: str  # "file:line"
 
 
-def encode_pair(text: str, images: int, cfg: VisionConfig) -> np.ndarray:
+def encode_pair(
+    text: str, images: int, cfg: VisionConfig, tokenizer: Tokenizer | type[ByteTokenizer] = ByteTokenizer
+) -> np.ndarray:
     """Ids [T] int32 of a text whose every `<image>` is a placeholder; a text without any has its images first.
 
     Raises:
@@ -44,7 +46,7 @@ def encode_pair(text: str, images: int, cfg: VisionConfig) -> np.ndarray:
         array([ 97,  32, 255], dtype=int32)
     """
     placeholder = cfg.media_placeholder_token_id
-    if placeholder not in NOT_UTF8:
+    if tokenizer.kind == "bytes" and placeholder not in NOT_UTF8:
         raise ValueError(
             f"media_placeholder_token_id: found {placeholder}, must be {NOT_UTF8[0]} to {NOT_UTF8[-1]} in a byte "
             "model: a byte that no UTF-8 text holds"
@@ -57,7 +59,7 @@ def encode_pair(text: str, images: int, cfg: VisionConfig) -> np.ndarray:
             f"found {len(parts) - 1} {IMAGE} in the text, must be {images} like its images (or none: they come first)"
         )
     ids = [np.full(1, placeholder, np.int32)] * (2 * len(parts) - 1)
-    ids[::2] = [ByteTokenizer.encode(part) for part in parts]
+    ids[::2] = [tokenizer.encode(part) for part in parts]
     return np.concatenate(ids)
 
 

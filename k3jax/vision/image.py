@@ -78,11 +78,15 @@ def preprocess(image, cfg: VisionConfig) -> Patches:
     return Patches(values, (len(frames), height // patch, width // patch))
 
 
+def file_size(path: str | os.PathLike) -> tuple[int, int]:
+    """(width, height) in pixels as it is seen, from the file's header alone."""
+    with _opened(path) as image:
+        return image.size[:: -1 if image.getexif().get(ExifTags.Base.Orientation, 1) in _LYING else 1]
+
+
 def file_grid(path: str | os.PathLike, cfg: VisionConfig) -> tuple[int, int, int]:
     """`preprocess(path, cfg).grid`, from the file's header alone."""
-    with _opened(path) as image:
-        size = image.size[:: -1 if image.getexif().get(ExifTags.Base.Orientation, 1) in _LYING else 1]
-    width, height = resized(*size, cfg.patch_size, cfg.merge_kernel_size)[1]
+    width, height = resized(*file_size(path), cfg.patch_size, cfg.merge_kernel_size)[1]
     return 1, height // cfg.patch_size, width // cfg.patch_size
 
 

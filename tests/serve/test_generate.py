@@ -100,9 +100,9 @@ def test_images_and_placeholders_must_agree(seeing, model):
         next(generate_tokens(*model, np.array([97]), 4, images=[image]))
 
 
-def test_text_needs_a_byte_model():
+def test_text_needs_a_tokenizer_or_a_byte_model():
     folder = __file__.rsplit("serve", 1)[0] + "data/k3_tiny"
-    with pytest.raises(ValueError, match="vocab_size=128, text needs a byte model"):
+    with pytest.raises(ValueError, match="found neither tiktoken.model nor tokenizer.json, must hold one: the model has vocab_size=128"):
         next(generate_text(folder, "x"))
 
 
