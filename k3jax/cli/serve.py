@@ -275,26 +275,31 @@ class Evaluate(_Model):
 
     data: tyro.conf.UseAppendAction[tuple[PathText, ...]] = ()
     """Source as in data.paths, all of whose documents are taken; again for each further one. None: what the run held out."""
-    seq_len: int | None = None
-    """Tokens of a row; by default the run's, else 4096 or what the model has."""
     batch_size: int = 8
     """Rows at a time."""
     rows: int | None = None
-    """Most rows, spread evenly; by default all."""
-    learn: Literal["assistant", "last", "all"] = "assistant"
-    """What counts of conversations: what the assistant has to produce, its last turn alone, or all."""
+    """About so many rows, spread evenly; by default all."""
+    seq_len: int | None = None
+    """Tokens of a row; by default those of the run or the corpus, else 4096 or what the model has."""
+    learn: Literal["assistant", "last", "all"] | None = None
+    """What counts of conversations: what the assistant has to produce, its last turn alone, or all; by default as of seq-len."""
     thinking: bool = True
-    """Whether the reasoning in conversations is part of them."""
+    """Whether the reasoning in conversations is part of them, where it is one of those of the run or the corpus."""
 
     def run(self) -> None:
-        check(*at_least(1, seq_len=self.seq_len, batch_size=self.batch_size, rows=self.rows))
+        given = {name: getattr(self, name) for name in ("seq_len", "learn") if getattr(self, name) is not None}
+        given |= {} if self.thinking else {"thinking": False}
+        alone = "left out without --data: what a run held out is as it was made"
+        check(
+            *at_least(1, batch_size=self.batch_size, rows=self.rows, seq_len=self.seq_len),
+            *((name.replace("_", "-"), value, bool(self.data), alone) for name, value in given.items()),
+        )
         check_kind(self.checkpoint)
         runtime.setup()
         from k3jax.serve.evaluate import evaluate
 
-        options = {"seq_len": self.seq_len, "learn": self.learn, "thinking": self.thinking}
         scores = evaluate(
-            self.checkpoint, self.data, self.batch_size, self.rows, self.experts, self.mxfp8_inputs, **options
+            self.checkpoint, self.data, self.batch_size, self.rows, self.experts, self.mxfp8_inputs, **given
         )
         rows = [("", "nats a token", "nats a byte", "tokens", "bytes")]
         for name, score in scores.items():

@@ -6,7 +6,8 @@
     corpus/0/held_out-00000.array_record
 
 A record is a row: little-endian uint32 of the number of documents, the number of tokens of each, and all tokens, whose highest bit says
-whether they are learnt. ArrayRecord checks every record that is read against a hash in the file.
+whether they are learnt; behind them, where a row has images, their names and grids as JSON. ArrayRecord checks every record that is read
+against a hash in the file.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ import numpy as np
 from array_record.python.array_record_module import ArrayRecordReader, ArrayRecordWriter
 
 from k3jax import strict_json
-from k3jax.data.encoding import Encoding, Tokens
+from k3jax.data.encoding import Encoding, ImageFile, Tokens
 
 INDEX = "corpus.json"
 SIDES = ("train", "held_out")
@@ -39,28 +40,41 @@ def to_record(documents: Sequence[Tokens]) -> bytes:
     """A row's record."""
     head = np.array([len(documents), *(len(d.ids) for d in documents)], "<u4")
     body = [d.ids.astype("<u4") | np.where(d.learnt, _LEARNT, np.uint32(0)) for d in documents]
-    return np.concatenate([head, *body]).tobytes()
+    images = [image for d in documents for image in d.images]
+    text = json.dumps(images).encode() if images else b""
+    return np.concatenate([head, *body]).tobytes() + text + b" " * (-len(text) % 4)
 
 
 def from_record(record: bytes) -> list[tuple[np.ndarray, np.ndarray]]:
     """(ids int32 [n], learnt bool [n]) of every document of a row. Raises ValueError for what is no record."""
-    lengths, body = _split(record)
+    lengths, body, _ = _split(record)
     parts = np.split(body, np.cumsum(lengths)[:-1])
     return [((part & ~_LEARNT).astype(np.int32), part >= _LEARNT) for part in parts]
 
 
-def _split(record: bytes) -> tuple[np.ndarray, np.ndarray]:
+def _split(record: bytes) -> tuple[np.ndarray, np.ndarray, list[ImageFile]]:
     words = np.frombuffer(record, "<u4") if len(record) % 4 == 0 else np.empty(0, "<u4")
     count = int(words[0]) if len(words) else 0
     lengths, body = words[1 : count + 1], words[count + 1 :]
-    if not count or len(lengths) < count or lengths.min() < 2 or int(lengths.sum(dtype=np.int64)) != len(body):
+    total = int(lengths.sum(dtype=np.int64))
+    if not count or len(lengths) < count or lengths.min() < 2 or total > len(body):
         raise ValueError("no row of documents")
-    return lengths, body
+    return lengths, body[:total], _images(body[total:].tobytes())
 
 
-def fill(batch: dict[str, np.ndarray], b: int, record: bytes) -> None:
-    """Writes a record to row b of a batch: the inputs of a document are all its tokens but the last, its targets all but the first."""
-    lengths, body = _split(record)
+def _images(text: bytes) -> list[ImageFile]:
+    try:
+        return [ImageFile(name, tuple(grid)) for name, grid in json.loads(text)] if text else []
+    except (TypeError, ValueError):
+        raise ValueError("no row of documents") from None
+
+
+def fill(batch: dict[str, np.ndarray], b: int, record: bytes) -> list[ImageFile]:
+    """Writes a record to row b of a batch: the inputs of a document are all its tokens but the last, its targets all but the first.
+
+    Returns the row's images, in the order of their tokens.
+    """
+    lengths, body, images = _split(record)
     ends = np.cumsum(lengths)
     used = len(body) - len(lengths)
     if used > batch["tokens"].shape[1]:
@@ -73,6 +87,7 @@ def fill(batch: dict[str, np.ndarray], b: int, record: bytes) -> None:
     batch["targets"][b, :used] = ids[1:][inside]
     batch["weights"][b, :used] = (body[1:] >= _LEARNT)[inside]
     batch["segment_ids"][b, :used] = np.repeat(np.arange(1, len(lengths) + 1, dtype=np.int32), lengths - 1)
+    return images
 
 
 class ShardWriter:
@@ -81,7 +96,7 @@ class ShardWriter:
     def __init__(self, path: Path):
         self._path, self._part = path, path.with_name(f"{path.name}.{os.getpid()}.part")
         self._writer = None
-        self.counts = dict.fromkeys(("rows", "documents", "tokens", "learnt", "bytes"), 0)
+        self.counts = dict.fromkeys(("rows", "documents", "tokens", "learnt", "bytes", "images", "patches"), 0)
 
     def write(self, row: Sequence[Tokens]) -> None:
         if self._writer is None:
@@ -92,6 +107,8 @@ class ShardWriter:
         self.counts["tokens"] += sum(len(d.ids) - 1 for d in row)
         self.counts["learnt"] += sum(int(np.count_nonzero(d.learnt[1:])) for d in row)
         self.counts["bytes"] += sum(d.bytes for d in row)
+        self.counts["images"] += sum(len(d.images) for d in row)
+        self.counts["patches"] = max(self.counts["patches"], sum(image.patches for d in row for image in d.images))
 
     def close(self) -> dict[str, Any]:
         """The shard's counts, with its size and checksum if it has any row."""
@@ -123,7 +140,8 @@ class Rows:
 
     Attributes:
         name: Of the source.
-        counts: rows, documents, tokens (places that are used), learnt (targets with weight 1), bytes (of learnt text).
+        counts: rows, documents, tokens (places that are used), learnt (targets with weight 1), bytes (of learnt text), images, and patches
+            (of images, in the row that has most).
     """
 
     def __init__(self, name: str, seq_len: int, counts: dict[str, int], shards: Sequence[Shard]):
@@ -183,7 +201,7 @@ class Corpus:
     @property
     def encoding(self) -> Encoding:
         """How its documents became rows."""
-        return Encoding(**self.index["encoding"])
+        return Encoding(**self.index["encoding"] | {"merge": tuple(self.index["encoding"]["merge"])})
 
     @property
     def tokenizer(self) -> Path | None:

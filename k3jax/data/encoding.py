@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import functools
+import math
+import os
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -12,9 +14,12 @@ from typing import Literal, NamedTuple
 import numpy as np
 
 from k3jax import chat
+from k3jax.chat.encode import MEDIA_PAD
 from k3jax.data.sources import Document
+from k3jax.paths import expand
 from k3jax.text import ByteTokenizer, Tokenizer, load_tokenizer
 from k3jax.text.base import to_bytes
+from k3jax.vision.image import checked_size, resized
 
 END_OF_TEXT = "[EOS]"
 """A marker that ends a plain text, where the tokenizer has it."""
@@ -32,6 +37,10 @@ class Encoding:
     """Of conversations: whether reasoning is part of them."""
     long: Literal["cut", "skip"] = "cut"
     """What becomes of a document longer than a row: pieces of a text, the last messages of a conversation, or nothing."""
+    patch: int = 14
+    """Of images: pixels along a side of a patch,"""
+    merge: tuple[int, int] = (2, 2)
+    """and how many rows and columns of patches become one token; both as released."""
 
 
 def open_tokenizer(folder: str | Path | None, vocab_size: int | None = None) -> Tokenizer:
@@ -45,12 +54,24 @@ def open_tokenizer(folder: str | Path | None, vocab_size: int | None = None) -> 
     return load_tokenizer(folder, vocab_size)
 
 
+class ImageFile(NamedTuple):
+    """An image of a row, which is read when a batch needs it."""
+
+    path: str
+    grid: tuple[int, int, int]  # frames, rows and columns of patches
+
+    @property
+    def patches(self) -> int:
+        return math.prod(self.grid)
+
+
 class Tokens(NamedTuple):
     """A document or a piece of one. Token t+1 is a target, weighted 1, where learnt[t+1]."""
 
-    ids: np.ndarray  # int32 [n]
+    ids: np.ndarray  # int32 [n], as many placeholders for an image as it has tokens
     learnt: np.ndarray  # bool [n]
     bytes: int  # UTF-8 bytes of the learnt text
+    images: tuple[ImageFile, ...] = ()  # in the order of their placeholders
 
 
 class _Quick:
@@ -102,21 +123,34 @@ class Encoder:
         messages, tools = document.messages, document.tools
         try:
             chat.check_messages(messages, tools, training=True)
-            if chat.images(messages):
-                raise ValueError("found images, which rows of tokens have no room for; data.pairs takes them")
+            images, sizes = self._images(os.path.dirname(document.file), chat.images(messages))
         except ValueError as error:
             raise ValueError(f"{document.where()}: {error}") from None  # finding the line takes a while
-        pieces = chat.encode(messages, tools, self.encoding.thinking, learn=self.encoding.learn)
-        whole = self._group(pieces)
+        pieces = chat.encode(messages, tools, self.encoding.thinking, learn=self.encoding.learn, images=sizes)
+        whole = self._group(pieces, iter(images))
         if len(whole.ids) <= self.most:
             yield whole
         elif self.encoding.long == "skip":
             self.skipped["too long"] += 1
         else:
-            groups = [(group[0].message, self._group(group)) for group in chat.by_message(pieces)]
+            rest = iter(images)
+            groups = [(group[0].message, self._group(group, rest)) for group in chat.by_message(pieces)]
             kept = [tokens for _, tokens in self._last(groups, messages)]
+            # Where they are longer than a row, it is tools and a last message, of the assistant: neither has images to be cut.
             ids, learnt = (np.concatenate([tokens[i] for tokens in kept])[: self.most] for i in (0, 1))
-            yield Tokens(ids, learnt, sum(tokens.bytes for tokens in kept))
+            yield Tokens(ids, learnt, sum(t.bytes for t in kept), tuple(image for t in kept for image in t.images))
+
+    def _images(self, folder: str, names: Sequence) -> tuple[list[ImageFile], list[tuple[int, int]]]:
+        """The images with these names, relative to `folder`, and their (width, height) in pixels; each is decoded once, to see that it can be."""
+        images, sizes = [], []
+        for name in names:
+            if not isinstance(name, str) or not name.strip() or "\0" in name or name.startswith("data:") or "://" in name:
+                raise ValueError(f"found image {name!r:.60}, must be the name of a file")
+            path = os.path.abspath(os.path.join(folder, expand(name)))
+            sizes.append(checked_size(path))
+            width, height = resized(*sizes[-1], self.encoding.patch, self.encoding.merge)[1]
+            images.append(ImageFile(path, (1, height // self.encoding.patch, width // self.encoding.patch)))
+        return images, sizes
 
     def _last(self, groups: list[tuple[int, Tokens]], messages: Sequence[dict]) -> list[tuple[int, Tokens]]:
         """What stands before the messages and as many of the last ones as fit, at least one."""
@@ -130,7 +164,13 @@ class Encoder:
                 kept = first
         return head + groups[min(kept, len(groups) - 1) :]
 
-    def _group(self, pieces: Sequence[chat.Piece]) -> Tokens:
+    def _group(self, pieces: Sequence[chat.Piece], images: Iterator[ImageFile]) -> Tokens:
+        """Takes from `images` those of the pieces."""
         ids, learnt = chat.ids(pieces, self._quick)
         size = sum(len(to_bytes(piece.text)) for piece in pieces if piece.learnt and not piece.marker)
-        return Tokens(ids, learnt, size)
+        mine = tuple(next(images) for piece in pieces if piece.marker and piece.text == MEDIA_PAD)
+        if mine:
+            repeats = np.ones(len(ids), np.int64)
+            repeats[ids == self.tokenizer.marker(MEDIA_PAD)] = [image.patches // math.prod(self.encoding.merge) for image in mine]
+            ids, learnt = np.repeat(ids, repeats), np.repeat(learnt, repeats)
+        return Tokens(ids, learnt, size, mine)

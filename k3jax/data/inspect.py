@@ -30,7 +30,9 @@ def report(folder: str | Path, contents: bool = False) -> str:
     ]
     head = ("", "rows", "pieces", "tokens", "learnt", "bytes", "learnt share", "utilisation", "files")
     for source in corpus.index["sources"]:
-        kinds = [f"{source[name]:,} {name}" for name in ("texts", "conversations") if source[name]]
+        images = sum(source[side]["counts"]["images"] for side in SIDES)
+        counts = {name: source[name] for name in ("texts", "conversations")} | {"images": images}
+        kinds = [f"{count:,} {name}" for name, count in counts.items() if count]
         left = [f"{count:,} {reason}" for reason, count in source["skipped"].items()]
         lines += ["", f"{source['name']}: {', '.join(kinds)}" + (f"; left out: {', '.join(left)}" if left else "")]
         table = [head] + [_row(side, source[side], encoding.seq_len) for side in SIDES if source[side]["shards"]]
@@ -73,4 +75,3 @@ def _decoded(ids: np.ndarray, learnt: np.ndarray, tokenizer: Tokenizer, color: b
         for run, mask in zip(np.split(ids, turns), np.split(learnt, turns))
     ]
     return "".join(begin + text + end if is_learnt else text for is_learnt, text in runs)
-

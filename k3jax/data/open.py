@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Sequence
-from dataclasses import fields
+from dataclasses import fields, replace
 from pathlib import Path
 
 from k3jax.data import sources
-from k3jax.data.corpus import Corpus, is_corpus, open_corpus
+from k3jax.data.corpus import SIDES, Corpus, is_corpus, open_corpus
 from k3jax.data.encoding import Encoding, open_tokenizer
-from k3jax.data.packed import PackedDataset
+from k3jax.data.packed import PackedDataset, ReadImages
 from k3jax.data.tokenize import corpus_key, tokenize
 
 
@@ -25,6 +25,7 @@ def open_packed(
     held_out_paths: Sequence[str] = (),
     workers: int = 1,
     report: Callable[[int, int], None] = lambda done, total: None,
+    images: ReadImages | None = None,
 ) -> tuple[PackedDataset, PackedDataset]:
     """(training, held-out) rows of sources, of the standard library without any. The held-out ones are those of `paths`, or all of `held_out_paths`.
 
@@ -40,30 +41,31 @@ def open_packed(
     train = [rows for corpus in corpora for rows in corpus.rows("train")]
     if held_out_paths:
         others = open_corpora(held_out_paths, **options, held_out=0, key="data.held_out_paths")
-        held = [rows for corpus in others for side in ("train", "held_out") for rows in corpus.rows(side) if len(rows)]
+        held = [rows for corpus in others for side in SIDES for rows in corpus.rows(side) if len(rows)]
     else:
         held = [rows for corpus in corpora for rows in corpus.rows("held_out") if len(rows)]
     if not held:
         raise ValueError(f"data.paths: {', '.join(paths)}: made without held-out rows; name some in data.held_out_paths")
-    return PackedDataset(train, batch_size, seed, weights), PackedDataset(held, batch_size, seed)
+    return PackedDataset(train, batch_size, seed, weights, images), PackedDataset(held, batch_size, seed, images=images)
 
 
-def open_held_out(
+def open_all(
     paths: Sequence[str],
     tokenizer: str | Path | None,
     encoding: Encoding,
     batch_size: int,
     workers: int = 1,
     report: Callable[[int, int], None] = lambda done, total: None,
-    key: str = "--data",
+    images: ReadImages | None = None,
+    **given,
 ) -> PackedDataset:
-    """All rows of sources, to evaluate on. A corpus is taken as it was made, but for another tokenizer, which is refused."""
+    """All rows of sources, held out or not. A corpus is taken as it was made, but what is `given` of `encoding` must fit."""
     rows = []
     for path in paths:
-        made = open_corpus(path).encoding if is_corpus(path) else encoding
-        (corpus,) = open_corpora([path], tokenizer, made, 0, workers, report, key)
-        rows += [rows for side in ("train", "held_out") for rows in corpus.rows(side) if len(rows)]
-    return PackedDataset(rows, batch_size)
+        wanted = replace(open_corpus(path).encoding if is_corpus(path) else encoding, **given)
+        (corpus,) = open_corpora([path], tokenizer, wanted, 0, workers, report, "--data")
+        rows += [rows for side in SIDES for rows in corpus.rows(side) if len(rows)]
+    return PackedDataset(rows, batch_size, images=images)
 
 
 def open_corpora(
@@ -100,10 +102,14 @@ def check_corpus(corpus: Corpus, tokenizer: str | Path | None, encoding: Encodin
             f"{corpus.folder}: made with another tokenizer ({_name(**made)}) than that of the model "
             f"({_name(speaks.kind, speaks.vocab_size, speaks.identity)}); make it anew"
         )
+    has_images = any(source[side]["counts"]["images"] for source in corpus.index["sources"] for side in SIDES)
     for field in fields(Encoding):
+        if field.name in ("patch", "merge") and not has_images:
+            continue
         found, right = getattr(corpus.encoding, field.name), getattr(encoding, field.name)
         if found != right:
-            raise ValueError(f"data.{field.name}={right}: {corpus.folder} was made with {found}; set that, or make it anew")
+            key = "model.vision" if field.name in ("patch", "merge") else "data"
+            raise ValueError(f"{key}.{field.name}={right}: {corpus.folder} was made with {found}; set that, or make it anew")
 
 
 def _name(kind: str, vocab_size: int, identity: str) -> str:

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import hashlib
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import numpy as np
 
 from k3jax.data.corpus import Rows, fill
+from k3jax.data.encoding import ImageFile
 from k3jax.data.mixture import Schedule, shuffled
 
-Batch = dict[str, np.ndarray]
+Batch = dict[str, Any]  # of arrays
+ReadImages = Callable[[Sequence[Sequence[ImageFile]], int], Any]
+"""(images of every row of a batch, most patches that any row has) -> what a batch holds as `images`."""
 
 
 class PackedDataset:
@@ -20,7 +25,8 @@ class PackedDataset:
     held in memory does not grow with the rows.
 
     A batch is a dictionary of [B, T] arrays: `tokens`, `targets`, `segment_ids` (int32, the document within the row from 1, and 0 for
-    padding) and `weights` (float32, 1 where the target is learnt).
+    padding) and `weights` (float32, 1 where the target is learnt). Where any source has images, every batch has `images`, too, of one
+    shape: what `images` makes of them.
 
     Example:
         >>> data = PackedDataset(corpus.rows("train"), batch_size=8)
@@ -28,8 +34,15 @@ class PackedDataset:
         (8, 4096)
     """
 
-    def __init__(self, sources: Sequence[Rows], batch_size: int, seed: int = 0, weights: Sequence[float] = ()):
-        """Raises ValueError for weights that do not fit, and for sources without rows or of several lengths."""
+    def __init__(
+        self,
+        sources: Sequence[Rows],
+        batch_size: int,
+        seed: int = 0,
+        weights: Sequence[float] = (),
+        images: ReadImages | None = None,
+    ):
+        """Raises ValueError for weights that do not fit, for sources without rows or of several lengths, and images that nothing reads."""
         if weights and len(weights) != len(sources):
             names = ", ".join(source.name for source in sources)
             raise ValueError(f"data.weights: found {len(weights)}, must be {len(sources)}, one a source: {names}")
@@ -44,6 +57,11 @@ class PackedDataset:
         self.sources, self.batch_size, self.seed = list(sources), batch_size, seed
         count = len(self.sources)
         self._decks = [(i, i + 1) for i in range(count)] if weights else [(0, count)]  # first and last source of each
+        self.weights, self._images = tuple(weights), images
+        self._patches = max(source.counts.get("patches", 0) for source in self.sources)
+        if images is None and self._patches:
+            named = next(source.name for source in self.sources if source.counts.get("patches"))
+            raise ValueError(f"{named}: found images, must be text: the model has no vision")
 
     def __len__(self) -> int:
         """Rows of all sources."""
@@ -53,12 +71,25 @@ class PackedDataset:
         """Passes over as many rows as there are completed before `step`."""
         return step * self.batch_size / len(self)
 
+    @property
+    def identity(self) -> str:
+        """SHA-256 of what decides the rows and their order: the content of all sources, and their weights."""
+        shards = [[shard.sha256 for shard in source.shards] for source in self.sources]
+        return hashlib.sha256(repr((shards, self.weights)).encode()).hexdigest()
+
+    def parts(self) -> dict[str, PackedDataset]:
+        """The rows of every source by its name, all in batches of one shape."""
+        parts = {}
+        for name in dict.fromkeys(source.name for source in self.sources):
+            mine = [source for source in self.sources if source.name == name]
+            parts[name] = PackedDataset(mine, self.batch_size, self.seed, images=self._images)
+            parts[name]._patches = self._patches
+        return parts
+
     def batch(self, step: int, rows: slice | np.ndarray = slice(None)) -> Batch:
         """Rows `rows` (or their numbers) of training batch `step`, [rows of B, T]: a process asks only for its share."""
         numbers = step * self.batch_size + np.arange(self.batch_size)[rows]
-        batch = self._empty(len(numbers))
-        self._fill(batch, np.arange(len(numbers)), *self._chosen(numbers))
-        return batch
+        return self._filled(len(numbers), np.arange(len(numbers)), *self._chosen(numbers))
 
     def records(self, numbers: np.ndarray) -> Iterator[tuple[Rows, int, bytes]]:
         """(source, row of the source, record) of the rows with these numbers, counted over all batches."""
@@ -70,15 +101,14 @@ class PackedDataset:
     ) -> Iterator[Batch]:
         """Batches of all rows in order, or of `limit` spread evenly; the last is filled up with padding.
 
-        `rows` picks rows of every batch, as in `batch`; `images` is there for the likeness to other data.
+        `rows` picks rows of every batch, as in `batch`; `images=False` leaves images unread.
         """
         count = len(self) if limit is None else min(limit, len(self))
         for first in range(0, count, self.batch_size):
             places = (first + np.arange(self.batch_size))[rows]
-            batch = self._empty(len(places))
             real = np.flatnonzero(places < count)
-            self._fill(batch, real, *self._located(places[real] * len(self) // count, 0, len(self.sources)))
-            yield batch
+            found = self._located(places[real] * len(self) // count, 0, len(self.sources))
+            yield self._filled(len(places), real, *found, images)
 
     def _chosen(self, numbers: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """(source, row of the source) of the rows with these numbers."""
@@ -100,16 +130,18 @@ class PackedDataset:
         of_source = np.searchsorted(ends, numbers, side="right")
         return first + of_source, numbers - np.concatenate([[0], ends])[of_source]
 
-    def _empty(self, count: int) -> Batch:
+    def _filled(self, count: int, places: np.ndarray, sources: np.ndarray, rows: np.ndarray, images: bool = True) -> Batch:
+        """A batch of `count` rows, of which `places` are these rows of these sources and the others padding."""
         batch = {name: np.zeros((count, self.seq_len), np.int32) for name in ("tokens", "targets", "segment_ids")}
-        return batch | {"weights": np.zeros((count, self.seq_len), np.float32)}
-
-    def _fill(self, batch: Batch, places: np.ndarray, sources: np.ndarray, rows: np.ndarray) -> None:
-        """Fills the batch's rows `places` with these rows of these sources."""
+        batch["weights"] = np.zeros((count, self.seq_len), np.float32)
+        found: list[list[ImageFile]] = [[] for _ in range(count)]
         for number in np.unique(sources).tolist():
             source, here = self.sources[number], sources == number
             for place, record in zip(places[here].tolist(), source.read(rows[here]), strict=True):
                 try:
-                    fill(batch, place, record)
+                    found[place] = fill(batch, place, record)
                 except ValueError as error:
                     raise ValueError(f"{source.name}: a record is damaged ({error}); make the corpus anew") from None
+        if images and self._patches:
+            batch["images"] = self._images(found, self._patches)
+        return batch

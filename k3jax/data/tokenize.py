@@ -196,13 +196,15 @@ class _Source:
                 what = "held-out document" if side == "held_out" else "document"
                 raise ValueError(f"{self._name}: no {what} with a token to learn ({left})")
         for side in SIDES:
-            names = ("rows", "documents", "tokens", "learnt", "bytes")
             shards = [
                 {"file": f"{self._folder.name}/{side}-{i:05d}.array_record"} | {k: part[side][k] for k in ("rows", "size", "sha256")}
                 for i, part in enumerate(parts)
                 if part[side]["rows"]
             ]
-            entry[side] = {"counts": {name: sum(part[side][name] for part in parts) for name in names}, "shards": shards}
+            names = ("rows", "documents", "tokens", "learnt", "bytes", "images")
+            counts = {name: sum(part[side][name] for part in parts) for name in names}
+            counts["patches"] = max(part[side]["patches"] for part in parts)
+            entry[side] = {"counts": counts, "shards": shards}
         return entry
 
     def _run(self, split: _Split, report: Callable[[int], None]) -> list[dict[str, Any]]:

@@ -91,6 +91,7 @@ class RowDataset(abc.ABC):
     """
 
     vocab_size = ByteTokenizer.vocab_size
+    key = "data.paths"  # the setting that names its files
 
     def __init__(self, seq_len: int, batch_size: int, seed: int = 0):
         for name, value, least in (("seq_len", seq_len, 1), ("batch_size", batch_size, 1), ("seed", seed, 0)):
@@ -101,6 +102,15 @@ class RowDataset(abc.ABC):
 
     @abc.abstractmethod
     def __len__(self) -> int: ...
+
+    @property
+    @abc.abstractmethod
+    def identity(self) -> str:
+        """SHA-256 of what decides the rows."""
+
+    def parts(self) -> dict[str, RowDataset]:
+        """It by its name: there is one source."""
+        return {self.key: self}
 
     @abc.abstractmethod
     def _cut(self, windows: np.ndarray, images: bool = True) -> Batch: ...
@@ -190,6 +200,10 @@ class ByteDataset(RowDataset):
     def __len__(self) -> int:
         """Windows in the stream, the last of which may be partial."""
         return -(-(self.tokens - 1) // self.seq_len)
+
+    @property
+    def identity(self) -> str:
+        return hashlib.sha256(self._starts.tobytes() + self._stream.tobytes()).hexdigest()
 
     @property
     def tokens(self) -> int:

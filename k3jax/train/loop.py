@@ -18,7 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax.traverse_util import flatten_dict, unflatten_dict
 
-from k3jax.config import ModelConfig
+from k3jax.config import ModelConfig, VisionConfig
 from k3jax.data.ahead import Ahead
 from k3jax.data.corpus import is_corpus
 from k3jax.data.encoding import Encoding, open_tokenizer
@@ -31,15 +31,16 @@ from k3jax.nn.model import K3, init_variables
 from k3jax.ops import mx
 from k3jax.run_config import DataConfig, RunConfig
 from k3jax.sharding import make_mesh
+from k3jax.text import copy_tokenizer, load_tokenizer
 from k3jax.train import folder
 from k3jax.train import step as training
-from k3jax.text import copy_tokenizer, load_tokenizer
 from k3jax.train.checkpoint import Checkpoints, open_model, resolve
 from k3jax.train.data import ByteDataset, RowDataset, bigram_nats, find_text, split_files
-from k3jax.train.evaluate import Evaluation, Score, program
+from k3jax.train.evaluate import Evaluation, Score, program, total
+from k3jax.train.images import reader
 from k3jax.train.log import RunLog
 from k3jax.train.pairs import PairDataset, find_pairs, split_pairs
-from k3jax.vision.batch import patch_unit
+from k3jax.vision.batch import UNIT, patch_unit
 
 
 class Diverged(ValueError):
@@ -73,18 +74,15 @@ class Result:
 def open_data(config: RunConfig) -> tuple[RowDataset | PackedDataset, RowDataset | PackedDataset]:
     """Train and held-out data of a run. Raises `ValueError` where nothing could be learnt, or nothing evaluated."""
     training_data, held_out = _open_data(config)
+    key = "data.pairs" if config.data.pairs else "data.paths"
     if not _teaches(training_data):
-        raise ValueError(f"{_source(config)}: no token to learn; every document for training is too short to have a second one")
+        raise ValueError(f"{key}: no token to learn; every document for training is too short to have a second one")
     if not _teaches(held_out, config.train.eval_windows):
         raise ValueError(
-            f"{_source(config)}: no held-out token has a predecessor in its document, in the rows that "
+            f"{key}: no held-out token has a predecessor in its document, in the rows that "
             f"train.eval_windows={config.train.eval_windows} takes; give longer documents, or another data.held_out"
         )
     return training_data, held_out
-
-
-def _source(config: RunConfig) -> str:
-    return "data.pairs" if config.data.pairs else "data.paths"
 
 
 def _teaches(data: RowDataset | PackedDataset, limit: int | None = None) -> bool:
@@ -92,30 +90,30 @@ def _teaches(data: RowDataset | PackedDataset, limit: int | None = None) -> bool
 
 
 def _open_data(config: RunConfig) -> tuple[RowDataset | PackedDataset, RowDataset | PackedDataset]:
-    data = config.data
+    data, vision = config.data, config.model.vision
+    unit = patch_unit(vision, config.mesh.context * config.mesh.tensor) if vision else UNIT  # the devices that share a row
     if not data.pairs and not _is_byte_stream(data):
-        open_tokenizer(data.tokenizer, config.model.vocab_size)
+        images = reader(vision, open_tokenizer(data.tokenizer, config.model.vocab_size), unit)
         options = {name: getattr(data, name) for name in ("batch_size", "seed", "weights", "held_out", "held_out_paths")}
+        rows = encoding(data, vision)
         with bar() as report:
-            return open_packed(
-                data.paths, data.tokenizer, encoding(data), **options, workers=os.cpu_count() or 1, report=report
-            )
+            options |= {"workers": os.cpu_count() or 1, "report": report, "images": images}
+            return open_packed(data.paths, data.tokenizer, rows, **options)
     if config.model.vocab_size < ByteDataset.vocab_size:
         raise ValueError(
             f"model.vocab_size={config.model.vocab_size}: must be at least {ByteDataset.vocab_size}, one token a byte"
         )
     if data.pairs:
         parts = split_pairs(find_pairs(data.pairs), data.held_out)
-        vision = config.model.vision
-        unit = patch_unit(vision, config.mesh.context * config.mesh.tensor)  # the devices that share a row
         return tuple(PairDataset(part, vision, data.seq_len, data.batch_size, data.seed, unit) for part in parts)
     files = split_files(find_text(data.paths), data.held_out)
     return tuple(ByteDataset.from_files(part, data.seq_len, data.batch_size, data.seed) for part in files)
 
 
-def encoding(data: DataConfig) -> Encoding:
+def encoding(data: DataConfig, vision: VisionConfig | None = None) -> Encoding:
     """How the documents of a run become rows."""
-    return Encoding(data.seq_len, data.learn, data.thinking, data.long)
+    cells = {"patch": vision.patch_size, "merge": vision.merge_kernel_size} if vision else {}
+    return Encoding(data.seq_len, data.learn, data.thinking, data.long, **cells)
 
 
 def _is_byte_stream(data: DataConfig) -> bool:
@@ -156,19 +154,35 @@ def _prepare(config: RunConfig):
             _check_tokenizer(config, key, path)
     if jax.process_index() == 0:
         folder.check(config.out, config.resume, resumed)
+        if resumed is not None:
+            _tell_of_other_data(config, Checkpoints(resumed[0]).read_meta(resumed[1]), training_data)
     found = {"rows of data": len(training_data), "held-out rows": len(held_out), "resumed step": resumed and resumed[1]}
     return (training_data, held_out, mesh, resumed), found
 
 
 def _check_tokenizer(config: RunConfig, key: str, path: str) -> None:
-    """Complains where a checkpoint's tokens mean something else than the run's."""
-    source = resolve(path)[0].parent
-    found, right = load_tokenizer(source), open_tokenizer(config.data.tokenizer)
-    if found.kind != "bytes" and found.identity != right.identity:
-        raise ValueError(
-            f"data.tokenizer={config.data.tokenizer}: {key}={path} was trained with another one ({found.kind}, "
-            f"{found.vocab_size} tokens), which lies in {source}"
-        )
+    """Complains where a checkpoint's tokens mean something else than the run's. An import without a tokenizer may mean anything."""
+    folder, number = resolve(path)
+    found, right = load_tokenizer(folder.parent), open_tokenizer(config.data.tokenizer)
+    of_run = Checkpoints(folder).read_meta(number).get("kind") == "run"
+    if found.identity != right.identity and (of_run or found.kind != "bytes"):
+        kind = "bytes" if found.kind == "bytes" else f"{found.kind}, {found.vocab_size} tokens, which lies in {folder.parent}"
+        raise ValueError(f"data.tokenizer={config.data.tokenizer}: {key}={path} has another one ({kind})")
+
+
+def identity(config: RunConfig, training_data: RowDataset | PackedDataset) -> dict[str, Any]:
+    """What decides which rows a step sees, as it is kept in checkpoints: checksums of tokenizer and sources, and how rows follow each other."""
+    tokenizer = open_tokenizer(config.data.tokenizer)
+    order = {f"data.{name}": getattr(config.data, name) for name in ("seed", "batch_size", "seq_len")}
+    return {"tokenizer": tokenizer.identity, "sources": training_data.identity} | order
+
+
+def _tell_of_other_data(config: RunConfig, meta: dict[str, Any], training_data: RowDataset | PackedDataset) -> None:
+    """Says where a run that is resumed will not see what it would have seen uninterrupted."""
+    before, now = meta.get("identity", {}), identity(config, training_data)
+    if others := [key for key in before if before[key] != now[key]]:
+        found = ", ".join("other sources or weights" if key == "sources" else f"{key}={now[key]}, not {before[key]}" for key in others)
+        print(f"resume={config.resume}: goes on with other rows than it was trained on ({found})", file=sys.stderr)
 
 
 def _train(config: RunConfig, training_data: RowDataset, held_out: RowDataset, mesh, resumed) -> Result:
@@ -183,6 +197,7 @@ def _train(config: RunConfig, training_data: RowDataset, held_out: RowDataset, m
         if first >= last:
             raise ValueError(f"train.steps={last}: the checkpoint is already at step {first}")
         step_fn = training.make_train_step(config, shardings)
+        meta = describe(config) | {"identity": identity(config, training_data)}
         with Checkpoints(out / "checkpoints", config.train.keep_checkpoints) as checkpoints:
             if speaks and (later := [number for number in checkpoints.steps() if number > first]):
                 steps = ", ".join(map(str, later))
@@ -209,7 +224,7 @@ def _train(config: RunConfig, training_data: RowDataset, held_out: RowDataset, m
                     if saves:
                         if speaks and config.data.tokenizer:
                             copy_tokenizer(config.data.tokenizer, out)
-                        checkpoints.save(number, state, describe(config))
+                        checkpoints.save(number, state, meta)
                     if evaluates:
                         watch.scores = evaluation(state.params, state.router, held_out, config.train.eval_windows)
                     watch.tell()
@@ -218,7 +233,7 @@ def _train(config: RunConfig, training_data: RowDataset, held_out: RowDataset, m
             bigram = bigram_nats(training_data, held_out, config.train.eval_windows)
     plot, checkpoint = out / "training.png", out / "checkpoints" / str(last)
     seconds = time.monotonic() - started
-    score = sum(watch.scores.values(), Score(0.0, 0, 0))
+    score = total(watch.scores)
     result = Result(last, watch.loss, score.loss, score.byte_loss, bigram, score.tokens, seconds, checkpoint, plot)
     if speaks:
         log.plot(plot, title=f"{config.model.num_parameters / 1e6:.1f} M parameters", bigram_loss=bigram)
@@ -290,11 +305,11 @@ class _Watch:
         if self.numbers is None:
             return
         if self.scores:
-            whole = sum(self.scores.values(), Score(0.0, 0, 0))
-            self.numbers |= {"held_out_loss": whole.loss, "held_out_byte_loss": whole.byte_loss}
+            named = {"": total(self.scores)}
             if len(self.scores) > 1:
-                self.numbers |= {f"held_out_loss of {name}": score.loss for name, score in self.scores.items()}
-                self.numbers |= {f"held_out_byte_loss of {name}": score.byte_loss for name, score in self.scores.items()}
+                named |= {f" of {name}": score for name, score in self.scores.items()}
+            for of, score in named.items():
+                self.numbers |= {f"held_out_loss{of}": score.loss, f"held_out_byte_loss{of}": score.byte_loss}
         if self.log is not None:
             self.log.write(**self.numbers)
         self.numbers = None

@@ -159,9 +159,15 @@ class PairDataset(RowDataset):
             most = max(most, patches)
         self._patches = bucket(most, unit)
 
+    key = "data.pairs"
+
     def __len__(self) -> int:
         """Rows."""
         return len(self._rows)
+
+    @property
+    def identity(self) -> str:
+        return hashlib.sha256(repr([(pair.text, grids) for pair, grids in zip(self._pairs, self._grids)]).encode()).hexdigest()
 
     def _ids(self, pair: Pair) -> np.ndarray:
         try:

@@ -84,6 +84,11 @@ def file_size(path: str | os.PathLike) -> tuple[int, int]:
         return image.size[:: -1 if image.getexif().get(ExifTags.Base.Orientation, 1) in _LYING else 1]
 
 
+def checked_size(path: str | os.PathLike) -> tuple[int, int]:
+    """`file_size` of an image whose pixels can be read, too."""
+    return _open(path).size
+
+
 def file_grid(path: str | os.PathLike, cfg: VisionConfig) -> tuple[int, int, int]:
     """`preprocess(path, cfg).grid`, from the file's header alone."""
     width, height = resized(*file_size(path), cfg.patch_size, cfg.merge_kernel_size)[1]

@@ -60,6 +60,8 @@ def test_a_corpus_tells_what_is_in_it(lines, marked, tmp_path):
             "tokens": sum(len(ids) - 1 for ids, _ in pieces),
             "learnt": sum(int(learnt[1:].sum()) for _, learnt in pieces),
             "bytes": counts["bytes"],
+            "images": 0,
+            "patches": 0,
         }
         decode = open_tokenizer(marked).decode
         assert counts["bytes"] == pytest.approx(sum(len(decode(ids[learnt]).encode()) for ids, learnt in pieces), rel=0.02)
