@@ -12,12 +12,13 @@ against a hash in the file.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
 import threading
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -91,7 +92,7 @@ def fill(batch: dict[str, np.ndarray], b: int, record: bytes) -> list[ImageFile]
 
 
 class ShardWriter:
-    """Writes a shard that has its name only when it is whole, and counts what is in it."""
+    """Writes a shard that has its name only when it is whole, and counts what is in it. Raises ValueError where it cannot be written."""
 
     def __init__(self, path: Path):
         self._path, self._part = path, path.with_name(f"{path.name}.{os.getpid()}.part")
@@ -99,9 +100,10 @@ class ShardWriter:
         self.counts = dict.fromkeys(("rows", "documents", "tokens", "learnt", "bytes", "images", "patches"), 0)
 
     def write(self, row: Sequence[Tokens]) -> None:
-        if self._writer is None:
-            self._writer = ArrayRecordWriter(str(self._part), _WRITER)
-        self._writer.write(to_record(row))
+        with self._writing():
+            if self._writer is None:
+                self._writer = ArrayRecordWriter(str(self._part), _WRITER)
+            self._writer.write(to_record(row))
         self.counts["rows"] += 1
         self.counts["documents"] += len(row)
         self.counts["tokens"] += sum(len(d.ids) - 1 for d in row)
@@ -114,10 +116,20 @@ class ShardWriter:
         """The shard's counts, with its size and checksum if it has any row."""
         if self._writer is None:
             return self.counts
-        self._writer.close()
-        self.counts["size"], self.counts["sha256"] = self._part.stat().st_size, sha256(self._part)
-        os.replace(self._part, self._path)
+        with self._writing():
+            self._writer.close()
+            self.counts["size"], self.counts["sha256"] = self._part.stat().st_size, sha256(self._part)
+            os.replace(self._part, self._path)
         return self.counts
+
+    @contextlib.contextmanager
+    def _writing(self) -> Iterator[None]:
+        try:
+            yield
+        except (OSError, RuntimeError) as error:  # the latter, of the library, such as of a full disk
+            self._part.unlink(missing_ok=True)
+            reason = str(error).split(";")[0]
+            raise ValueError(f"{self._path}: writing failed ({reason}); the same command goes on from the files that are whole") from None
 
 
 def sha256(path: Path) -> str:

@@ -227,3 +227,29 @@ def test_a_broken_line_ends_it_and_leaves_no_corpus(lines, marked, tmp_path, wor
     with pytest.raises(ValueError, match="c.jsonl:301: not JSON"):
         tokenize(tmp_path / "out", [str(lines)], marked, ROWS, workers=workers)
     assert not (tmp_path / "out" / INDEX).exists()
+
+
+FULL = """
+import resource, sys
+from k3jax import cli
+from k3jax.data import tokenize as module
+module._PART_BYTES = (20_000, 20_000)
+resource.setrlimit(resource.RLIMIT_FSIZE, (int(sys.argv[1]),) * 2)
+sys.exit(cli.main(["data", "tokenize", *sys.argv[2:], "--seq-len=1024", "--workers=1"]))
+"""
+
+
+def test_a_full_disk_is_one_line_and_goes_on_when_there_is_room(lines, marked, tmp_path):
+    """A limit on the size of a file stands for a disk: the larger shards do not fit."""
+    env = {**os.environ, "PYTHONPATH": str(ROOT)}
+    sizes = sorted(shard.size for shard in tokenize(tmp_path / "whole", [str(lines)], marked, ROWS).rows("train")[0].shards)
+    for limit in (10, sizes[0] - 1):
+        command = [sys.executable, "-c", FULL, str(limit), tmp_path / "out", lines, f"--tokenizer={marked}"]
+        done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=120)
+        assert done.returncode == 2 and done.stderr.count("\n") == 1, done.stderr
+        assert done.stderr.startswith(f"error: {tmp_path}/out/0/") and "writing failed (write() failed: File too large" in done.stderr
+        with pytest.raises(ValueError, match="not a tokenised corpus"):
+            open_corpus(tmp_path / "out")
+        assert not list(tmp_path.glob("out/0/*.part"))
+    tokenize(tmp_path / "out", [str(lines)], marked, ROWS)
+    assert content(tmp_path / "out") == content(tmp_path / "whole")
