@@ -2,7 +2,12 @@
 
 import dataclasses
 import json
+import os
 import random
+import shutil
+import subprocess
+import sys
+from pathlib import Path
 
 import chex
 import pytest
@@ -10,8 +15,11 @@ import pytest
 from k3jax.data.packed import PackedDataset
 from k3jax.data.tokenize import tokenize
 from k3jax.run_config import DataConfig, RunConfig, TrainConfig
+from k3jax.serve.evaluate import evaluate
 from k3jax.text import train_tokenizer
 from k3jax.train import loop
+
+ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture(scope="module")
@@ -28,7 +36,7 @@ def config(tiny, tmp_path_factory):
         paths=(str(folder / "c.jsonl"), str(folder / "t.jsonl")), weights=(3, 1), tokenizer=str(folder / "words"),
         thinking=False, seq_len=256, batch_size=4, held_out=0.2,
     )  # fmt: skip
-    train = TrainConfig(steps=4, learning_rate=1e-2, log_every=1, eval_windows=4, qat=False, remat=False)
+    train = TrainConfig(steps=4, learning_rate=1e-2, log_every=1, eval_every=2, eval_windows=4, qat=False, remat=False)
     return RunConfig(model=dataclasses.replace(tiny, vocab_size=512), data=data, train=train)
 
 
@@ -37,11 +45,49 @@ def cache(tmp_path, monkeypatch):
     monkeypatch.setenv("K3JAX_CACHE", str(tmp_path / "cache"))
 
 
-def test_a_run_on_sources(config, tmp_path):
-    result = loop.train(dataclasses.replace(config, out=str(tmp_path / "run")))
-    lines = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
+@pytest.fixture(scope="module")
+def run(config, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("run")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("K3JAX_CACHE", str(folder / "cache"))
+        return folder / "run", loop.train(dataclasses.replace(config, out=str(folder / "run")))
+
+
+def test_a_run_on_sources(run):
+    folder, result = run
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     assert lines[-1]["loss"] < lines[0]["loss"] < 8 and result.held_out_loss < lines[0]["loss"]
     assert all(0 <= line["waited"] < 1 for line in lines) and result.bigram_loss is None
+    assert ["held_out_loss" in line for line in lines] == [False, True, False, True]
+    assert lines[-1]["held_out_loss"] == result.held_out_loss and lines[-1]["held_out_byte_loss"] == result.held_out_byte_loss
+    assert sum(key.startswith("held_out_loss of ") for key in lines[-1]) == 2
+
+
+def test_a_run_is_evaluated_on_what_it_held_out(run):
+    folder, result = run
+    scores = evaluate(folder, batch_size=4, rows=4)
+    assert [Path(name).name for name in scores] == ["c.jsonl", "t.jsonl", "all"]
+    assert scores["all"].tokens == result.eval_bytes and scores["all"].loss == pytest.approx(result.held_out_loss, rel=1e-5)
+    assert scores["all"].byte_loss == pytest.approx(result.held_out_byte_loss, rel=1e-5)
+
+
+def test_a_run_that_goes_on_with_other_data_is_told(config, run, tmp_path, capsys):
+    folder, _ = run
+    again = dataclasses.replace(config, resume=str(folder), out=str(tmp_path / "out"))
+    for change, told in (
+        ({}, ""),
+        ({"seed": 1}, "data.seed=1, not 0"),
+        ({"weights": (1, 1)}, "other sources or weights"),
+        ({"paths": config.data.paths[::-1], "batch_size": 8}, "other sources or weights, data.batch_size=8, not 4"),
+    ):
+        # At its last step there is nothing to go on with: that is said next.
+        with pytest.raises(ValueError, match="train.steps=4: the checkpoint is already at step 4"):
+            loop.train(dataclasses.replace(again, data=dataclasses.replace(config.data, **change)))
+        line = f"resume={folder}: goes on with other rows than it was trained on ({told})\n"
+        assert capsys.readouterr().err == (line if told else "")
+    texts = {"tokenizer": None, "paths": config.data.paths[1:], "weights": ()}
+    with pytest.raises(ValueError, match=r"data.tokenizer=None: resume=.* has another one \(tiktoken, 512 tokens, which lies in "):
+        loop.train(dataclasses.replace(again, data=dataclasses.replace(config.data, **texts)))
 
 
 def test_sources_and_a_corpus_of_them_give_the_same_batches(config, tmp_path):
@@ -85,6 +131,97 @@ def test_what_does_not_fit_is_said_before_any_step(config, tmp_path, change, com
     with pytest.raises(ValueError) as error:
         loop.train(wrong)
     assert complaint in str(error.value) and "\n" not in str(error.value) and not (tmp_path / "run").exists()
+
+
+CHAT = [{"role": "user", "content": "u"}, {"role": "assistant", "content": "a"}]
+CALL = {"function": {"name": "look", "arguments": "{"}}
+
+
+@pytest.mark.parametrize(
+    "record, complaint",
+    [
+        ({"messages": [{"role": "robot", "content": "x"}]}, "message 1: role: found 'robot'"),
+        ({"messages": [{"role": "user", "content": 3}, *CHAT]}, "message 1: content: found 3"),
+        ({"messages": [*CHAT, {"role": "assistant", "tool_calls": [{"function": {"arguments": {}}}]}]}, "message 3: tool_calls: entry 1: found"),
+        ({"messages": [*CHAT, {"role": "assistant", "tool_calls": [CALL]}]}, "message 3: tool_calls: entry 1: arguments of look: found '{'"),
+        ({"messages": CHAT[:1]}, "the conversation ends with a message of role user, must end with an assistant's"),
+        ({"messages": [{"role": "user", "content": [{"type": "image", "image": "no.png"}]}, CHAT[1]]}, "{folder}/no.png: no such file"),
+        ("{", "not JSON"),
+    ],
+)
+def test_a_bad_record_is_named_with_file_and_line_before_any_step(config, tmp_path, record, complaint):
+    lines = [json.dumps({"messages": CHAT}), "", record if isinstance(record, str) else json.dumps(record)]
+    (tmp_path / "bad.jsonl").write_text("\n".join(lines))
+    data = dataclasses.replace(config.data, paths=(str(tmp_path / "bad.jsonl"),), weights=())
+    with pytest.raises(ValueError) as error:
+        loop.train(dataclasses.replace(config, data=data, out=str(tmp_path / "run")))
+    assert str(error.value).startswith(f"{tmp_path}/bad.jsonl:3: {complaint.replace('{folder}', str(tmp_path))}")
+    assert "\n" not in str(error.value) and not (tmp_path / "run").exists()
+
+
+def test_a_corpus_whose_tokenizer_is_cut_short_or_another(config, tmp_path):
+    corpus, words = tmp_path / "corpus", tmp_path / "words"
+    tokenize(corpus, config.data.paths, config.data.tokenizer, loop.encoding(config.data), config.data.held_out)
+    shutil.copytree(config.data.tokenizer, words)
+    data = dataclasses.replace(config.data, paths=(str(corpus),), tokenizer=str(words))
+    ranks = (words / "tiktoken.model").read_bytes()
+    for content, complaint in (
+        (ranks[:-5], f"{words}/tiktoken.model: "),
+        (b"\n".join([*ranks.split(b"\n")[:-2], b"YWI= 255"]), f"{corpus}: made with another tokenizer (" if b" 255" in ranks else str(words)),
+    ):
+        (words / "tiktoken.model").write_bytes(content)
+        with pytest.raises(ValueError) as error:
+            loop.train(dataclasses.replace(config, data=data, out=str(tmp_path / "run")))
+        assert complaint in str(error.value) and "\n" not in str(error.value) and not (tmp_path / "run").exists()
+
+
+PROCESSES = """
+import hashlib, json, os
+import jax
+from k3jax.config import ModelConfig
+from k3jax.data.packed import PackedDataset
+from k3jax.run_config import DataConfig, MeshConfig, RunConfig, TrainConfig
+
+batch = PackedDataset.batch
+
+def noted(self, step, rows=slice(None)):
+    found = batch(self, step, rows)
+    if not isinstance(rows, slice):
+        with open("rows.jsonl", "a") as file:
+            for place, row in enumerate(rows.tolist()):
+                content = b"".join(found[name][place].tobytes() for name in sorted(found))
+                file.write(json.dumps([step, row, hashlib.sha256(content).hexdigest()]) + "\\n")
+    return found
+
+PackedDataset.batch = noted
+config = RunConfig(
+    model=ModelConfig.from_hf(json.loads(r'''MODEL''')),
+    data=DataConfig(PATHS, weights=(5, 3, 2), tokenizer="WORDS", thinking=False, seq_len=256, batch_size=4, held_out=0.2),
+    train=TrainConfig(steps=6, checkpoint_every=3, eval_windows=4, remat=False, qat=False),
+    mesh=MeshConfig(fsdp=4),
+    cpu_devices=4,
+)
+"""
+
+
+@pytest.mark.slow
+def test_two_processes_go_on_with_the_rows_of_one(config, tmp_path):
+    """What every step of a run sees, from one process, and from two that go on at step 3."""
+    paths = (*config.data.paths, str(tmp_path / "third.jsonl"))
+    (tmp_path / "third.jsonl").write_text("".join(json.dumps({"text": f"third {n}"}) + "\n" for n in range(900)))
+    text = PROCESSES.replace("MODEL", json.dumps(config.model.to_hf())).replace("PATHS", repr(paths))
+    (tmp_path / "config.py").write_text(text.replace("WORDS", config.data.tokenizer))
+    seen = []
+    for count, more in ((1, ["out=one"]), (2, ["out=two", "resume=one/checkpoints/3"])):
+        (tmp_path / "rows.jsonl").unlink(missing_ok=True)
+        command = [sys.executable, ROOT / "launch" / "local.py", str(count), "--config=config.py", *more]
+        env = os.environ | {"PYTHONPATH": str(ROOT), "K3JAX_CACHE": str(tmp_path / "cache")}
+        done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=600)
+        assert done.returncode == 0 and "goes on with other" not in done.stderr, done.stderr[-2000:]
+        seen.append(sorted(json.loads(line) for line in (tmp_path / "rows.jsonl").read_text().splitlines()))
+    one, two = seen
+    assert [row[:2] for row in one] == [[step, row] for step in range(6) for row in range(4)]
+    assert two == one[12:]
 
 
 def test_a_tokenizer_larger_than_the_model_is_named(config, tiny):
