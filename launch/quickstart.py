@@ -60,6 +60,7 @@ def main(overrides: list[str]) -> None:
     text, rate = generate(out / "export")
     print(text)
 
+    waited = max(json.loads(line)["waited"] for line in (out / "metrics.jsonl").read_text().splitlines())
     rows = [
         ("model", f"{config.model.num_parameters:,} parameters, {config.model.num_active_parameters:,} active a token"),
         ("mesh", ", ".join(f"{axis}={n}" for axis, n in vars(config.mesh).items() if n > 1)),
@@ -67,6 +68,7 @@ def main(overrides: list[str]) -> None:
             "training",
             f"{result['step']} steps in {result['seconds']:.0f} s, loss {result['train_loss']:.3f} nats per byte",
         ),
+        ("waiting", f"{waited:.2%} of the time for data, at most"),
         ("held-out", f"{result['held_out_loss']:.3f} nats per byte, over {result['eval_bytes']:,} bytes"),
         ("byte bigram", f"{result['bigram_loss']:.3f} nats per byte, on the same bytes"),
         ("resumed", f"from step {before_last}: {differing} of {compared:,} values of the final state differ"),
@@ -83,6 +85,7 @@ def main(overrides: list[str]) -> None:
     summary = result | {
         "state_values_differing": differing,
         "logits_differing": unequal,
+        "waited": waited,
         "generated": text,
         "total_seconds": time.monotonic() - started,
     }

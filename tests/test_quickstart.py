@@ -39,7 +39,8 @@ def test_quickstart(tmp_path, dtype):
     assert summary["logits_differing"] == 0
     assert summary["step"] == 5
     assert summary["generated"].startswith("def ")
-    for name in ("held-out", "byte bigram", "resumed", "packed export", "generation"):
+    assert 0 <= summary["waited"] < 1
+    for name in ("waiting", "held-out", "byte bigram", "resumed", "packed export", "generation"):
         assert name in done.stdout
     steps = [json.loads(line)["step"] for line in (tmp_path / "run" / "resumed" / "metrics.jsonl").read_text().splitlines()]
     assert steps[0] == 4 and steps[-1] == 5
