@@ -33,7 +33,7 @@ from k3jax.run_config import DataConfig, RunConfig
 from k3jax.sharding import make_mesh
 from k3jax.train import folder
 from k3jax.train import step as training
-from k3jax.text import copy_tokenizer, load_tokenizer
+from k3jax.text import ByteTokenizer, load_tokenizer, read_files, write_files
 from k3jax.train.checkpoint import Checkpoints, open_model, resolve
 from k3jax.train.data import ByteDataset, RowDataset, bigram_nats, find_text, split_files
 from k3jax.train.evaluate import Evaluation, Score, program
@@ -161,20 +161,22 @@ def _prepare(config: RunConfig):
 
 
 def _check_tokenizer(config: RunConfig, key: str, path: str) -> None:
-    """Complains where a checkpoint's tokens mean something else than the run's."""
-    source = resolve(path)[0].parent
-    found, right = load_tokenizer(source), open_tokenizer(config.data.tokenizer)
-    if found.kind != "bytes" and found.identity != right.identity:
-        raise ValueError(
-            f"data.tokenizer={config.data.tokenizer}: {key}={path} was trained with another one ({found.kind}, "
-            f"{found.vocab_size} tokens), which lies in {source}"
-        )
+    """Complains where a checkpoint's tokens mean something else than the run's; of one that came without, nothing is known."""
+    checkpoints, _, _, meta = open_model(path)
+    source, of_bytes = checkpoints.folder.parent, folder.was_of_bytes(meta)
+    found, right = ByteTokenizer() if of_bytes else load_tokenizer(source), open_tokenizer(config.data.tokenizer)
+    known = of_bytes or found.kind != "bytes"
+    if known and found.identity != right.identity:
+        what = "bytes" if of_bytes else f"another tokenizer ({found.kind}, {found.vocab_size} ids), which lies in {source}"
+        raise ValueError(f"data.tokenizer={config.data.tokenizer}: {key}={path} has {what}")
 
 
 def _train(config: RunConfig, training_data: RowDataset, held_out: RowDataset, mesh, resumed) -> Result:
     out, last = Path(config.out), config.train.steps
     speaks = jax.process_index() == 0
     rows = training.process_rows(config.data.batch_size, mesh)
+    # Kept from the beginning: the folder that they come from may be gone when the first checkpoint is saved.
+    tokenizer_files = read_files(config.data.tokenizer) if config.data.tokenizer else {}
     started = time.monotonic()
     with jax.set_mesh(mesh):
         state, shardings = _first_state(config, mesh, resumed)
@@ -207,8 +209,8 @@ def _train(config: RunConfig, training_data: RowDataset, held_out: RowDataset, m
                     if saves or evaluates or number % config.train.log_every == 0 or number == first + 1:
                         watch.check()
                     if saves:
-                        if speaks and config.data.tokenizer:
-                            copy_tokenizer(config.data.tokenizer, out)
+                        if speaks and tokenizer_files:
+                            write_files(tokenizer_files, out)
                         checkpoints.save(number, state, describe(config))
                     if evaluates:
                         watch.scores = evaluation(state.params, state.router, held_out, config.train.eval_windows)

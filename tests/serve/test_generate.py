@@ -41,7 +41,7 @@ def test_greedy_is_the_likeliest_token_of_the_whole_text_each_time(model):
     assert found == text[0, 12:].tolist()
     end = next(i for i, token in enumerate(found) if i and token not in found[:i])
     ending = k3jax.K3(dataclasses.replace(model.cfg, eos_token_id=(300, found[end])))
-    assert list(generate_tokens(ending, variables, prompt, 6, temperature=0.0)) == found[:end]
+    assert list(generate_tokens(ending, variables, prompt, 6, temperature=0.0)) == found[: end + 1]
 
 
 def test_generation_depends_on_the_seed_alone(model):
