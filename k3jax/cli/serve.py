@@ -16,10 +16,9 @@ from typing import Any, Literal
 import tyro
 from tyro.conf import Positional
 
-from k3jax import chat, runtime, strict_json
+from k3jax import runtime, strict_json
 from k3jax.cli.options import at_least, check
 from k3jax.paths import check_kind, expand, read_text
-from k3jax.text import printable
 from k3jax.values import AnyText, PathText, Seed
 
 Images = tyro.conf.UseAppendAction[tuple[PathText, ...]]
@@ -169,6 +168,8 @@ def _called(messages: list[dict]) -> list[str]:
 
 def _typed(messages: list[dict]) -> Iterator[list[str]]:
     """What is typed: a message, or the results of the calls that the last of `messages` made; until Ctrl-C or the end."""
+    from k3jax.text import printable
+
     if sys.stdin is None:  # closed
         return
     terminal = sys.stdin.isatty()
@@ -208,6 +209,8 @@ class _Screen:
         self._in_colour, self._at = runtime.shows_colours(), ""
 
     def __call__(self, delta) -> None:
+        from k3jax.text import printable
+
         name = self._NAMES.get(delta.kind)
         if name is None:
             return
@@ -233,6 +236,7 @@ def _shown(pieces, show) -> Any:
 def _tell(reply, tokenizer) -> None:
     """What is to be said of a reply beside its words, in at most one line; of one that is right, nothing."""
     from k3jax.chat.encode import END
+    from k3jax.text import printable
 
     said = []
     if reply.ended is None:
@@ -248,6 +252,8 @@ def _tell(reply, tokenizer) -> None:
 
 def _conversation(file: str | None, tools_file: str | None) -> tuple[list, list]:
     """(messages, tools) of the files, checked; no messages without a file. Raises ValueError, one line that names the file."""
+    from k3jax import chat
+
     messages, tools = (None, []) if file is None else (_read(file), [])
     if isinstance(messages, dict):
         messages, tools = messages.get("messages"), messages.get("tools") or []

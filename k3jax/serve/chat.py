@@ -91,13 +91,14 @@ class Chat:
             raise ValueError(
                 f"messages: found {tokens} tokens, must be fewer than max_position_embeddings={self.cfg.max_position_embeddings}"
             )
-        stop_ids = self.tokenizer.stop_ids | {self.tokenizer.marker(END)}
-        options = {"stop_ids": stop_ids, "ids": self.tokenizer.vocab_size}
-        drawn = min(max_tokens, room), temperature, top_k, top_p, seed
+        end = self.tokenizer.marker(END)
+        stop_ids = self.tokenizer.stop_ids | {end}
+        drawn = min(max_tokens, room), temperature, top_k, top_p, seed, patches, stop_ids, self.tokenizer.vocab_size
         parser, ended = chat.Parser("think" if thinking else "response", self.tokenizer), None
-        for token in generate_tokens(*self.load(), prompt, *drawn, patches, **options):
-            yield from parser.push_id(token)
+        for token in generate_tokens(*self.load(), prompt, *drawn):
             ended = token if token in stop_ids else None
+            if ended in (None, end):  # any other is no part of the reply
+                yield from parser.push_id(token)
             if parser.messages:  # over, or the model went on with a message of its own
                 break
         yield from parser.finish()

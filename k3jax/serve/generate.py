@@ -190,9 +190,9 @@ def generate_text(
     ids = encode_pair(prompt, len(images), cfg.vision, tokenizer) if cfg.vision else tokenizer.encode(prompt)
     check_room(cfg, fit_prompt(cfg, ids, [image.grid for image in patches]).size, max_tokens)
     model, variables = load_model(checkpoint, experts, mxfp8_inputs)
-    options = {"stop_ids": tokenizer.stop_ids, "ids": tokenizer.vocab_size}
+    drawn = temperature, top_k, top_p, seed, patches, tokenizer.stop_ids, tokenizer.vocab_size
     stream, ended = tokenizer.stream(), None
-    for token in generate_tokens(model, variables, ids, max_tokens, temperature, top_k, top_p, seed, patches, **options):
+    for token in generate_tokens(model, variables, ids, max_tokens, *drawn):
         if token in tokenizer.stop_ids:
             ended = tokenizer.describe(token)
         elif piece := stream.push(token):

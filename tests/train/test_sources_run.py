@@ -3,15 +3,19 @@
 import dataclasses
 import json
 import random
+import shutil
 
 import chex
+import numpy as np
 import pytest
 
 from k3jax.data.packed import PackedDataset
 from k3jax.data.tokenize import tokenize
 from k3jax.run_config import DataConfig, RunConfig, TrainConfig
-from k3jax.text import train_tokenizer
-from k3jax.train import loop
+from k3jax.serve.generate import load_text
+from k3jax.text import copy_tokenizer, read_files, train_tokenizer
+from k3jax.train import inspect, loop
+from k3jax.train.checkpoint import Checkpoints
 
 
 @pytest.fixture(scope="module")
@@ -37,11 +41,25 @@ def cache(tmp_path, monkeypatch):
     monkeypatch.setenv("K3JAX_CACHE", str(tmp_path / "cache"))
 
 
-def test_a_run_on_sources(config, tmp_path):
+def test_a_run_on_sources_keeps_its_tokenizer(config, tmp_path, monkeypatch):
     result = loop.train(dataclasses.replace(config, out=str(tmp_path / "run")))
     lines = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
     assert lines[-1]["loss"] < lines[0]["loss"] < 8 and result.held_out_loss < lines[0]["loss"]
     assert all(0 <= line["waited"] < 1 for line in lines) and result.bigram_loss is None
+    words = read_files(config.data.tokenizer)
+    assert read_files(tmp_path / "run") == words and "tiktoken.model" in words
+    # It goes on in another folder with the tokenizer it has kept, whose own folder goes before anything is saved.
+    shutil.copytree(tmp_path / "run", tmp_path / "moved")
+    program = loop.program
+    monkeypatch.setattr(loop, "program", lambda *given: shutil.rmtree(tmp_path / "moved", ignore_errors=True) or program(*given))
+    data = dataclasses.replace(config.data, tokenizer=str(tmp_path / "moved"))
+    train = dataclasses.replace(config.train, steps=6, checkpoint_every=1, keep_checkpoints=1)
+    loop.train(dataclasses.replace(config, data=data, train=train, resume=str(tmp_path / "run"), out=str(tmp_path / "more")))
+    assert read_files(tmp_path / "more") == words and not (tmp_path / "moved").exists()
+    assert [path.name for path in (tmp_path / "more" / "checkpoints").iterdir()] == ["6"]
+    text = inspect.report(tmp_path / "more").text
+    assert "tokenizer   tiktoken, 512 ids, " in text and "ended by <|end_of_msg|> (258)" in text
+    assert load_text(tmp_path / "more")[1].stop_ids == {258}
 
 
 def test_sources_and_a_corpus_of_them_give_the_same_batches(config, tmp_path):
@@ -90,3 +108,33 @@ def test_what_does_not_fit_is_said_before_any_step(config, tmp_path, change, com
 def test_a_tokenizer_larger_than_the_model_is_named(config, tiny):
     with pytest.raises(ValueError, match="has 512 ids, must have at most the model's vocab_size=256"):
         loop.open_data(dataclasses.replace(config, model=tiny))
+
+
+@pytest.mark.parametrize(
+    "kind, trained, with_files, given, says",
+    [
+        ("run", None, False, "words", "data.tokenizer=WORDS: start=FOLDER has bytes"),
+        ("run", None, False, None, None),
+        ("run", "words", True, "words", None),
+        ("run", "words", True, "others", "has another tokenizer (tiktoken, 512 ids), which lies in FOLDER"),
+        ("run", "words", True, None, "data.tokenizer=None: start=FOLDER has another tokenizer (tiktoken, 512 ids)"),
+        ("weights", None, True, "others", "has another tokenizer (tiktoken, 512 ids), which lies in FOLDER"),
+        ("weights", None, False, "others", None),  # it came without
+    ],
+)
+def test_weights_of_another_tokenizer_are_refused(config, tmp_path, kind, trained, with_files, given, says):
+    words, others, folder = config.data.tokenizer, tmp_path / "others", tmp_path / "weights"
+    train_tokenizer(["ab ab ab ab"], 513, others)
+    paths = {"words": words, "others": str(others), None: None}
+    meta = {"kind": kind, "model": config.model.to_hf()} | ({"data": {"tokenizer": trained and words}} if kind == "run" else {})
+    with Checkpoints(folder / "checkpoints") as checkpoints:
+        checkpoints.save(1, {"x": np.zeros(1)}, meta, wait=True)
+    if with_files:
+        copy_tokenizer(words, folder)
+    found = dataclasses.replace(config, data=dataclasses.replace(config.data, tokenizer=paths[given]))
+    if says is None:
+        loop._check_tokenizer(found, "start", str(folder))
+        return
+    with pytest.raises(ValueError) as error:
+        loop._check_tokenizer(found, "start", str(folder))
+    assert says.replace("WORDS", words).replace("FOLDER", str(folder)) in str(error.value)
