@@ -142,7 +142,8 @@ class Chat(_Drawn, _Model):
         messages: list[dict] = []
         asked = 0  # messages before the user's last one
         images = [{"type": "image", "image": path} for path in self.image]
-        model.load()  # not when the first message has been typed
+        model.sizes(self.image)  # not when the first message has been typed: what is wrong, and to wait
+        model.load()
         for texts in _typed(messages):
             if called := _called(messages):
                 messages += [{"role": "tool", "tool": name, "content": text} for name, text in zip(called, texts, strict=True)]

@@ -79,10 +79,7 @@ class Chat:
         sampling.check(temperature, top_k, top_p)
         chat.check_messages(messages, tools, raw=True)
         files = chat.images(messages)
-        if files:
-            self._check_vision(len(files))
-        sizes = [file_size(file) for file in files]
-        pieces = chat.encode(messages, tools, thinking, effort=effort, images=sizes, prefix=True)
+        pieces = chat.encode(messages, tools, thinking, effort=effort, images=self.sizes(files), prefix=True)
         prompt, _ = chat.ids(pieces, self.tokenizer)
         patches = [preprocess(file, self.cfg.vision) for file in files]
         tokens = fit_prompt(self.cfg, prompt, [image.grid for image in patches]).size
@@ -105,16 +102,17 @@ class Chat:
         message, more = _encodable(parser.messages[0])
         return Reply(message, [*parser.faults, *more], ended)
 
-    def _check_vision(self, images: int) -> None:
+    def sizes(self, files: Sequence[str | Path]) -> list[tuple[int, int]]:
+        """(width, height) of images; ValueError, one line, for a file that is none, and where the model sees no images."""
         vision = self.cfg.vision
-        if vision is None:
-            raise ValueError(f"images: found {images}, must be none: this model has no vision")
-        placeholder = self.tokenizer.marker(MEDIA_PAD)
-        if placeholder != vision.media_placeholder_token_id:
+        if files and vision is None:
+            raise ValueError(f"images: found {len(files)}, must be none: this model has no vision")
+        if files and (placeholder := self.tokenizer.marker(MEDIA_PAD)) != vision.media_placeholder_token_id:
             raise ValueError(
                 f"media_placeholder_token_id: found {vision.media_placeholder_token_id}, must be the tokenizer's "
                 f"{MEDIA_PAD}, {placeholder}"
             )
+        return [file_size(file) for file in files]
 
 
 def _encodable(message: chat.Message) -> tuple[chat.Message, list[str]]:

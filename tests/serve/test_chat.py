@@ -399,6 +399,7 @@ def test_flags_and_files_that_do_not_fit(folder, no_weights, refused, tmp_path):
         ("--as-json", "--as-json True: must be left out without --messages"),
         ("--messages chat.json --image a.png", "--image a.png: must be left out beside --messages"),
         ("--image none.png", "--image none.png: no such file"),
+        ("--image chat.json", "chat.json: not an image of a known format"),
         ("--image chat.json --thinking=maybe", "--thinking=maybe: must be True or False"),
         ("--thinking maybe", "maybe: unknown argument"),
         ("--effort huge", "invalid choice 'huge'"),
@@ -458,7 +459,8 @@ def test_models_that_cannot_hold_a_conversation(folder, no_weights, refused, tmp
     assert refused(*argv) == says
     copy_tokenizer(library_words, folder)
     (folder / "config.json").write_text(json.dumps(dataclasses.replace(tiny, vocab_size=300).to_hf()))
-    assert refused(*argv) == "images: found 1, must be none: this model has no vision"
+    for asked in (argv, ("chat", str(folder), "--image", file)):
+        assert refused(*asked) == "images: found 1, must be none: this model has no vision"
     assert refused("generate", str(folder), "--prompt", "x", "--max-tokens", "1048576").startswith("max_tokens=1048576: found 1 tokens in")
 
 
