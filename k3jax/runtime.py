@@ -254,6 +254,12 @@ def show_what_can_be_shown() -> None:
             stream.reconfigure(errors="replace")
 
 
+def shows_colours() -> bool:
+    """Whether what is printed may be in colour: in a terminal, unless `NO_COLOR` is set (no-color.org) or it knows none."""
+    terminal = sys.stdout is not None and sys.stdout.isatty()
+    return terminal and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
+
+
 def compiler_options() -> dict[str, str] | None:
     """For the compiler of a step, of JAX's default platform.
 

@@ -101,9 +101,10 @@ assert not loaded, loaded
 
 
 HELP_SAYS = {
-    "": ["train", "generate", "convert", "plan", "bench", "inspect"],
+    "": ["train", "generate", "chat", "evaluate", "convert", "plan", "bench", "inspect"],
     "train": ["--config", "--train.beta1 FLOAT", "Peak learning rate", "--mesh.fsdp INT", "num_experts", "strategy="],
     "generate": ["--prompt", "--image STR", "--experts {packed,dequantized}", "--top-k"],
+    "chat": ["CHECKPOINT", "--messages", "--tools", "--image STR", "--thinking", "--effort {low,medium,high,max}", "--as-json"],
     "convert": ["export", "import", "synthesize"],
     "convert import": ["SOURCE", "DESTINATION", "--experts {dequantized,packed}", "--layers", "--memory-gib FLOAT", "--processes.count"],
     "convert export": ["SOURCE", "DESTINATION", "--shard-gb FLOAT", "--memory-gib FLOAT"],
@@ -185,10 +186,10 @@ def test_a_strategy_takes_the_devices_there_are(calls, config_file, devices):
 def test_generate_prints_the_pieces_as_one_text(calls, capsys):
     images = ["--image", "a.png", "--image", "b c.png"]
     assert cli.main(["generate", "runs/k3", "--prompt", "H", *images, "--top-k", "5", "--experts", "dequantized"]) == 0
-    options = dict(max_tokens=200, temperature=0.8, top_k=5, top_p=1.0, seed=0, experts="dequantized")
+    options = dict(temperature=0.8, top_k=5, top_p=1.0, seed=0, experts="dequantized")
     assert calls == [
         ("setup", (), {}),
-        ("generate_text", ("runs/k3", "H"), options | {"mxfp8_inputs": True, "images": ("a.png", "b c.png")}),
+        ("generate_text", ("runs/k3", "H", 200), options | {"mxfp8_inputs": True, "images": ("a.png", "b c.png")}),
     ]
     assert capsys.readouterr().out == "Hello\n"
 
@@ -343,7 +344,7 @@ def test_plan_ends_with_2_after_its_table_where_a_strategy_does_not_fit(capsys):
     "line, says",
     [
         ("trian", "trian: no such command; did you mean train?"),
-        ("x", "x: no such command; must be one of train, generate, data, convert, plan, bench, inspect"),
+        ("x", "x: no such command; must be one of train, generate, chat, evaluate, data, convert, plan, bench, inspect"),
         ("train", "Missing from python -m k3jax train: --config STR"),
         ("train --config none.py", "none.py: no such file"),
         ("convert", "Expected one of {import, export, synthesize}."),

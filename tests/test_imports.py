@@ -7,7 +7,7 @@ from pathlib import Path
 PACKAGE = Path(__file__).parents[1] / "k3jax"
 
 # From what knows nothing to what knows all; the modules beside these packages may stand anywhere, but in no circle.
-ORDER = ("ops", "vision", "nn", "hf", "text", "chat", "data", "train", "serve", "plan", "bench", "cli")
+ORDER = ("ops", "vision", "nn", "text", "hf", "chat", "data", "train", "serve", "plan", "bench", "cli")
 
 
 def imports(text):

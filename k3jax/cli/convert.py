@@ -153,23 +153,6 @@ class Convert:
         self.direction.run()
 
 
-def _tokenizer(path: Path) -> str | None:
-    """What is said of the tokenizer of a checkpoint; None where it has none. Raises `ValueError` for a damaged one."""
-    from k3jax.text import load_tokenizer
-
-    if not path.is_dir():
-        return None
-    if not (path / "config.json").is_file():
-        from k3jax.train.checkpoint import resolve
-
-        path = resolve(path)[0].parent
-    found = load_tokenizer(path)
-    if found.kind == "bytes":
-        return None
-    ends = ", ".join(f"{found.marker_name(id) or 'token'} ({id})" for id in sorted(found.stop_ids)) or "no token"
-    return f"{found.kind}, {found.vocab_size:,} ids, {found.identity[:8]}; {ends} ends a generation"
-
-
 @dataclass(frozen=True)
 class Inspect:
     """Say what a configuration or checkpoint holds, of which only headers are read; exits with 2 if something is wrong."""
@@ -191,8 +174,6 @@ class Inspect:
             print(tensor_report(path, self.tensor))
             return
         found = report(path)
-        if line := _tokenizer(path):
-            print(f"tokenizer   {line}")
         print(found, flush=True)
         if problems := len(found.problems):
             raise ValueError(f"{path}: {problems} problem{'s'[: problems != 1]}, see the last line of the report")

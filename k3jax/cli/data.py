@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import os
-import sys
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
 from tyro.conf import Positional, subcommand
 
+from k3jax import runtime
 from k3jax.cli.options import at_least, check, workers
 from k3jax.values import PathText, Seed
 
@@ -108,7 +108,7 @@ class Show(_Reading):
         from k3jax.data import corpus, inspect, tokenize
         from k3jax.data.open import open_corpora
 
-        color = self.color == "always" or (self.color == "auto" and sys.stdout.isatty())
+        color = self.color == "always" or (self.color == "auto" and runtime.shows_colours())
         for path in self.paths:
             if corpus.is_corpus(path):
                 found = corpus.open_corpus(path)

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import json
 import os
+import re
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -13,12 +16,13 @@ from typing import Any, Literal
 import tyro
 from tyro.conf import Positional
 
-from k3jax import runtime
+from k3jax import runtime, strict_json
 from k3jax.cli.options import at_least, check
-from k3jax.paths import check_kind, read_text
+from k3jax.paths import check_kind, expand, read_text
 from k3jax.values import AnyText, PathText, Seed
 
 Images = tyro.conf.UseAppendAction[tuple[PathText, ...]]
+_FAULTS = 3  # of a reply that are named
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,9 +87,8 @@ class Generate(_Drawn, _Model):
         options = {"experts": self.experts, "mxfp8_inputs": self.mxfp8_inputs, "images": self.image}
         pieces = generate.generate_text(self.checkpoint, self.prompt, self.max_tokens, **self.options, **options)
         ended = _shown(pieces, lambda piece: print(piece, end="", flush=True))
-        print()
+        print(flush=True)
         if ended is not None:
-            sys.stdout.flush()
             print(f"ended by {ended}", file=sys.stderr)
 
 
@@ -93,8 +96,8 @@ class Generate(_Drawn, _Model):
 class Chat(_Drawn, _Model):
     """Talk with a model in the terminal, or let it reply to a conversation in a file.
 
-    Ctrl-C ends a reply, and at the prompt the conversation, as the end of the input does. Where the model calls a tool, its
-    result is asked for.
+    Every line that is typed, or comes through a pipe, is a message. Ctrl-C ends a reply, and at the prompt the conversation,
+    as the end of the input does. Where the model calls tools, their results are asked for.
     """
 
     messages: PathText | None = None
@@ -104,13 +107,13 @@ class Chat(_Drawn, _Model):
     image: Images = ()
     """Image file that goes with the first message; again for each further one."""
     thinking: bool = True
-    """Whether the model thinks before it answers."""
+    """Whether the model thinks before it answers: --thinking off, or --no-thinking, where it must not."""
     effort: Literal["low", "medium", "high", "max"] = "max"
     """How much it is asked to think."""
     as_json: bool = False
     """Print the reply to `messages` as JSON."""
     max_tokens: int = 1000
-    """Most tokens of a reply."""
+    """Most tokens of a reply; fewer where the model has no more positions."""
 
     def run(self) -> None:
         self.check(self.max_tokens)
@@ -119,73 +122,92 @@ class Chat(_Drawn, _Model):
             ("as-json", self.as_json, not self.as_json or self.messages is not None, alone),
             ("image", ",".join(self.image), not self.image or self.messages is None, alone),
         )
-        for path in (self.checkpoint, *self.image):
-            check_kind(path)
-        messages, tools = _conversation(self.messages, self.tools)
+        check_kind(self.checkpoint)
         for image in self.image:
-            _check_file(image, image)
+            _check_file(image, f"--image {image}")
+        messages, tools = _conversation(self.messages, self.tools)
         runtime.setup()
-        from k3jax.serve import chat
+        from k3jax.serve.chat import Chat as Model
 
-        model = chat.Chat(self.checkpoint, self.experts, self.mxfp8_inputs)
+        model = Model(self.checkpoint, self.experts, self.mxfp8_inputs)
         options = {"thinking": self.thinking, "effort": self.effort, "max_tokens": self.max_tokens, **self.options}
         if messages:
-            show = None if self.as_json else _Screen()
-            reply = _shown(model.reply(messages, tools, **options), show or (lambda delta: None))
+            reply = _shown(model.reply(messages, tools, **options), (lambda delta: None) if self.as_json else _Screen())
             print(json.dumps(reply.message, ensure_ascii=False) if self.as_json else "", flush=True)
-            _tell(reply)
-            return
-        self._talk(model, tools, options)
+            _tell(reply, model.tokenizer)
+        else:
+            self._talk(model, tools, options)
 
     def _talk(self, model, tools: list, options: dict) -> None:
         messages: list[dict] = []
+        asked = 0  # messages before the user's last one
         images = [{"type": "image", "image": path} for path in self.image]
-        for text in _asked(messages):
-            if messages and messages[-1].get("tool_calls"):
-                names = [call["function"]["name"] for call in messages[-1]["tool_calls"]]
-                messages += [{"role": "tool", "tool": name, "content": said} for name, said in zip(names, text, strict=True)]
+        model.sizes(self.image)  # not when the first message has been typed: what is wrong, and to wait
+        model.load()
+        for texts in _typed(messages):
+            if called := _called(messages):
+                messages += [{"role": "tool", "tool": name, "content": text} for name, text in zip(called, texts, strict=True)]
             else:
-                (said,) = text
-                messages.append({"role": "user", "content": [*images, {"type": "text", "text": said}] if images else said})
-                images = []
+                asked, (text,) = len(messages), texts
+                content = text if messages or not images else [*images, {"type": "text", "text": text}]
+                messages.append({"role": "user", "content": content})
             try:
                 reply = _shown(model.reply(messages, tools, **options), _Screen())
             except KeyboardInterrupt:
-                print("\ninterrupted: the last message was not answered, and is forgotten", file=sys.stderr)
-                while messages and messages[-1]["role"] != "assistant":
-                    messages.pop()
-                if messages and messages[-1].get("tool_calls"):
-                    del messages[-1]["tool_calls"]  # nobody asks for their results again
+                print("\ninterrupted: your last message, and what followed it, is forgotten", file=sys.stderr)
+                del messages[asked:]
                 continue
             print(flush=True)
-            _tell(reply)
+            _tell(reply, model.tokenizer)
             messages.append(reply.message)
 
 
-def _asked(messages: list[dict]) -> Iterator[list[str]]:
+def _called(messages: list[dict]) -> list[str]:
+    """Tools that the last message called."""
+    return [call["function"]["name"] for call in messages[-1].get("tool_calls", ())] if messages else []
+
+
+def _typed(messages: list[dict]) -> Iterator[list[str]]:
     """What is typed: a message, or the results of the calls that the last of `messages` made; until Ctrl-C or the end."""
+    from k3jax.text import printable
+
+    if sys.stdin is None:  # closed
+        return
     terminal = sys.stdin.isatty()
+    if terminal:
+        with contextlib.suppress(ImportError):
+            import readline  # noqa: F401  (arrow keys and a history for `input`)
+        print("Ctrl-C ends a reply, Ctrl-D the conversation", file=sys.stderr)
+    if isinstance(sys.stdin, io.TextIOWrapper):
+        sys.stdin.reconfigure(errors="surrogateescape")  # bytes that are no text stay bytes, as on the command line
     while True:
-        calls = messages[-1].get("tool_calls") if messages else None
-        prompts = [f"result of {call['function']['name']}> " for call in calls] if calls else ["> "]
+        called = _called(messages)
+        prompts = [f"result of {printable(name)}> " for name in called] or ["> "]
         try:
-            said = [input(prompt if terminal else "") for prompt in prompts]
+            texts = [_line(prompt if terminal else "") for prompt in prompts]
         except (EOFError, KeyboardInterrupt):
             if terminal:
-                print()
+                print(file=sys.stderr)
             return
-        if calls or said[0].strip():
-            yield said
+        if called or texts[0].strip():
+            yield texts
+
+
+def _line(prompt: str) -> str:
+    if not sys.stdout.isatty():  # what goes into a file or a pipe is the replies alone
+        print(prompt, end="", file=sys.stderr, flush=True)
+        prompt = ""
+    return input(prompt)
 
 
 class _Screen:
-    """Shows a reply as it comes: in a terminal reasoning is dim and calls are cyan, elsewhere a line begins with what it is."""
+    """Shows a reply as it comes: with colours reasoning is dim and calls are cyan, else a line begins with what it is."""
 
     _NAMES = {"reasoning_content": "thinking", "content": "answer", "call": "call", "arguments": "call"}
     _COLOURS = {"thinking": "\x1b[2m", "answer": "", "call": "\x1b[36m"}
 
     def __init__(self):
-        self._color, self._at = sys.stdout.isatty(), ""
+        self._in_colour, self._at = runtime.shows_colours(), ""
 
     def __call__(self, delta) -> None:
         from k3jax.text import printable
@@ -194,13 +216,13 @@ class _Screen:
         if name is None:
             return
         text = printable(delta.text)
+        colour = self._COLOURS[name] if self._in_colour else ""
+        if colour:
+            text = f"{colour}{text}\x1b[0m"
         if name != self._at or delta.kind == "call":
-            begin = "\n" if self._at else ""
-            begin += "" if self._color else f"[{name}] "
-            text = begin + text + (" " if delta.kind == "call" else "")
+            text = ("\n" if self._at else "") + ("" if self._in_colour else f"[{name}] ") + text
         self._at = name
-        colour = self._COLOURS[name] if self._color else ""
-        print(f"{colour}{text}\x1b[0m" if colour else text, end="", flush=True)
+        print(text, end=" " if delta.kind == "call" else "", flush=True)
 
 
 def _shown(pieces, show) -> Any:
@@ -212,50 +234,58 @@ def _shown(pieces, show) -> Any:
             return stop.value
 
 
-def _tell(reply) -> None:
-    """What is to be said of a reply beside its words."""
-    if reply.ended is None and reply.faults:
-        print("not ended: --max-tokens were written, or it went on behind its end", file=sys.stderr)
-    for fault in reply.faults:
-        print(f"not in the right form: {fault}", file=sys.stderr)
+def _tell(reply, tokenizer) -> None:
+    """What is to be said of a reply beside its words, in at most one line; of one that is right, nothing."""
+    from k3jax.chat.encode import END
+    from k3jax.text import printable
+
+    said = []
+    if reply.ended is None:
+        said.append("cut off: --max-tokens or the model's last position was reached, or it began another message")
+    elif tokenizer.marker_name(reply.ended) != END:
+        said.append(f"ended by {tokenizer.describe(reply.ended)}")
+    if reply.faults:
+        more = f"; and {len(reply.faults) - _FAULTS} more" if len(reply.faults) > _FAULTS else ""
+        said.append(f"not in the right form: {'; '.join(reply.faults[:_FAULTS])}{more}")
+    if said:
+        print(printable("; ".join(said)), file=sys.stderr)
 
 
 def _conversation(file: str | None, tools_file: str | None) -> tuple[list, list]:
-    """(messages, tools) of the files, checked. Raises ValueError, one line that names the file."""
+    """(messages, tools) of the files, checked; no messages without a file. Raises ValueError, one line that names the file."""
     from k3jax import chat
 
-    messages, tools = [], []
-    if file is not None:
-        found = _read(file)
-        messages = found
-        if isinstance(found, dict):
-            messages, tools = found.get("messages"), found.get("tools") or []
+    messages, tools = (None, []) if file is None else (_read(file), [])
+    if isinstance(messages, dict):
+        messages, tools = messages.get("messages"), messages.get("tools") or []
     if tools_file is not None:
         if tools:
             raise ValueError(f"--tools {tools_file}: must be left out, {file} has tools")
         tools = _read(tools_file)
+        chat.check_messages([{"role": "user", "content": ""}], tools, tools_file)
     if file is None:
-        chat.check_messages([{"role": "user", "content": ""}], tools, tools_file or "")
         return [], tools
-    chat.check_messages(messages, tools, file, raw=True)
+    chat.check_messages(messages, tools, file)
     if messages[-1]["role"] not in ("user", "tool"):
-        raise ValueError(f"{file}: the last message is of role {messages[-1]['role']}, must be of user or tool")
-    for message in messages:
-        for part in message["content"] if isinstance(message.get("content"), list) else ():
+        raise ValueError(f"{file}: the last message is of role {messages[-1]['role']}, must be of user or tool, to be replied to")
+    for number, message in enumerate(messages, 1):
+        for part in chat.parts(message.get("content")):
             if part["type"] != "text":
-                named = part[part["type"]]
-                path = named["url"] if isinstance(named, dict) and "url" in named else named
-                if not isinstance(path, str) or not path.strip():
-                    raise ValueError(f"{file}: found image {named!r:.60}, must be the name of a file")
-                path = os.path.join(os.path.dirname(file), os.path.expanduser(path))
-                _check_file(path, f"{file}: image {path}")
-                part[part["type"]] = path
+                _find_image(part, file, f"{file}: message {number}")
     return messages, tools
 
 
-def _read(file: str) -> Any:
-    from k3jax import strict_json
+def _find_image(part: dict, file: str, where: str) -> None:
+    """Puts the path of the file that an image part names in its place; it is relative to the folder of the conversation."""
+    named = part[part["type"]]
+    named = named.get("url") if isinstance(named, dict) else named
+    if not isinstance(named, str) or not named.strip() or "\0" in named or re.match(r"data:|\w+://", named):
+        raise ValueError(f"{where}: found image {json.dumps(named):.60}, must be the name of a file here")
+    part[part["type"]] = path = os.path.join(os.path.dirname(file), expand(named))
+    _check_file(path, f"{where}: image {path}")
 
+
+def _read(file: str) -> Any:
     try:
         return strict_json.loads(read_text(file))
     except (OSError, ValueError) as error:

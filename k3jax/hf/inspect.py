@@ -12,6 +12,7 @@ from k3jax.config import MX_BLOCK, ModelConfig
 from k3jax.hf.files import INDEX, SINGLE, Header, beside, check, describe, open_checkpoint
 from k3jax.hf.names import table
 from k3jax.paths import expand
+from k3jax.text import has_tokenizer, load_tokenizer
 
 STRANGE = "not of this model"
 
@@ -91,14 +92,20 @@ def report(path: str | Path) -> Report:
         for name, header in found.items()
     )
     stored = f"MXFP4, one scale for {MX_BLOCK} values" if cfg.quantized_experts else "not quantised"
-    return layout(cfg, title, stored, tensors, notes, problems)
+    return layout(cfg, title, stored, tensors, notes, problems, path)
 
 
 def layout(
-    cfg: ModelConfig, title: str, stored: str, tensors: Iterable[Tensor], notes: Sequence[str], problems: dict[str, str]
+    cfg: ModelConfig,
+    title: str,
+    stored: str,
+    tensors: Iterable[Tensor],
+    notes: Sequence[str],
+    problems: dict[str, str],
+    folder: Path,
 ) -> Report:
-    """The report; `stored`: how the routed experts are, `title` and `notes`: lines of their own."""
-    tensors = list(tensors)
+    """The report; `stored`: how the routed experts are, `title` and `notes`: lines of their own, `folder`: a tokenizer's."""
+    tensors, problems = list(tensors), dict(problems)
     parts = {leaf.part: _Part() for leaf in table(cfg)}
     whole = _Part()
     for tensor in tensors:
@@ -113,6 +120,7 @@ def layout(
         f"family      {cfg.model_type}, {size}",
         f"layers      {cfg.num_hidden_layers}: {_schedule(cfg)}",
         f"experts     {moe}; {stored}" if cfg.has_experts else "experts     none",
+        *_tokenizer(folder, cfg.vocab_size, problems),
         "",
         f"{'part':<18}{'tensors':>9}{'parameters':>20}{'bytes':>20}  types",
         *(f"{name:<18}{part}" for name, part in (parts | {"all": whole}).items()),
@@ -124,6 +132,19 @@ def layout(
         f"problems    {describe(problems) if problems else 'none'}",
     ]
     return Report("\n".join(lines), problems)
+
+
+def _tokenizer(folder: Path, vocab_size: int, problems: dict[str, str]) -> list[str]:
+    """A line on the tokenizer where the folder has one; what is wrong with it is one of the `problems`."""
+    if not has_tokenizer(folder):
+        return []
+    try:
+        found = load_tokenizer(folder, vocab_size)
+    except ValueError as error:
+        problems["tokenizer"] = str(error)
+        return []
+    ends = ", ".join(map(found.describe, sorted(found.stop_ids))) or "nothing"
+    return [f"tokenizer   {found.kind}, {found.vocab_size:,} ids, {found.identity[:8]}; ended by {ends}"]
 
 
 def _schedule(cfg: ModelConfig) -> str:

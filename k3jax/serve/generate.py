@@ -19,9 +19,10 @@ from k3jax.paths import expand
 from k3jax.runtime import compiler_options
 from k3jax.serve import sampling
 from k3jax.serve.sampler import sample
-from k3jax.text import Tokenizer, load_tokenizer
+from k3jax.text import ByteTokenizer, Tokenizer, load_tokenizer
 from k3jax.tokens import check_tokens
 from k3jax.train.checkpoint import open_model
+from k3jax.train.folder import was_of_bytes
 from k3jax.train.loop import restore_weights
 from k3jax.train.pairs import encode_pair
 from k3jax.vision.batch import bucket, pack, widen
@@ -54,15 +55,17 @@ def load_text(checkpoint: str | Path) -> tuple[ModelConfig, Tokenizer, Path]:
     """(model, tokenizer, folder with its files) of what `load_model` takes, without its weights; `stop_ids` are those of both.
 
     Raises:
-        ValueError: no checkpoint, a tokenizer that cannot be read, or none for a model whose tokens are not bytes.
+        ValueError: no checkpoint, a tokenizer that cannot be read or has more ids than the model, or none for a model whose
+            tokens are not bytes.
     """
-    folder = Path(expand(checkpoint))
+    folder, meta = Path(expand(checkpoint)), None
     if (folder / "config.json").is_file():
         cfg = ModelConfig.from_hf(folder)
     else:
-        checkpoints, _, cfg, _ = open_model(folder)
+        checkpoints, _, cfg, meta = open_model(folder)
         folder = checkpoints.folder.parent
-    tokenizer = load_tokenizer(folder, cfg.vocab_size)
+    of_bytes = meta is not None and was_of_bytes(meta)
+    tokenizer = ByteTokenizer() if of_bytes else load_tokenizer(folder, cfg.vocab_size)
     tokenizer.stop_ids |= cfg.stop_ids
     return cfg, tokenizer, folder
 
@@ -84,6 +87,32 @@ def make_advance(
 _advance = lru_cache(maxsize=16)(make_advance)  # what has been compiled for one prompt serves the next
 
 
+def fit_prompt(cfg: ModelConfig, prompt: np.ndarray, grids: Sequence[tuple[int, int, int]] = ()) -> np.ndarray:
+    """`prompt` [T] int with each placeholder as often as its image, of which `grids` has one each, has tokens.
+
+    Raises:
+        ValueError: no prompt, a token outside the vocabulary, images that do not fit its placeholders, or any where the model
+            has no vision.
+    """
+    if prompt.size == 0:
+        raise ValueError("prompt: found no tokens, must hold at least one")
+    check_tokens(prompt, cfg.vocab_size)
+    if cfg.vision:
+        return widen(cfg.vision, prompt[None], grids)[0][0]
+    if grids:
+        raise ValueError(f"images: found {len(grids)}, must be none: this model has no vision")
+    return prompt
+
+
+def check_room(cfg: ModelConfig, tokens: int, max_tokens: int) -> None:
+    """Raises ValueError where the model has not the positions for `max_tokens` behind a prompt of `tokens`."""
+    if tokens + max_tokens > cfg.max_position_embeddings:
+        raise ValueError(
+            f"max_tokens={max_tokens}: found {tokens} tokens in the prompt, must be at most "
+            f"max_position_embeddings={cfg.max_position_embeddings} together"
+        )
+
+
 def generate_tokens(
     model: K3,
     variables: dict,
@@ -96,8 +125,8 @@ def generate_tokens(
     images: Sequence[Patches] = (),
     stop_ids: Container[int] | None = None,
     ids: int | None = None,
-) -> Generator[int, None, int | None]:
-    """Yields up to `max_tokens` token ids that continue `prompt` [T] int, until one of `stop_ids`, which it returns.
+) -> Iterator[int]:
+    """Yields up to `max_tokens` token ids that continue `prompt` [T] int; one of `stop_ids` is the last of them.
 
     Args:
         images: those of the prompt's placeholders, in their order.
@@ -113,21 +142,10 @@ def generate_tokens(
         [115, 101, 108, 102, 44]
     """
     cfg = model.cfg
-    if prompt.size == 0:
-        raise ValueError("prompt: found no tokens, must hold at least one")
-    check_tokens(prompt, cfg.vocab_size)
     sampling.check(temperature, top_k, top_p)
-    packed = None
-    if cfg.vision:
-        prompt = widen(cfg.vision, prompt[None], [image.grid for image in images])[0][0]
-        packed = pack(cfg.vision, [images]) if images else None
-    elif images:
-        raise ValueError(f"images: found {len(images)}, must be none: this model has no vision")
-    if prompt.size + max_tokens > cfg.max_position_embeddings:
-        raise ValueError(
-            f"max_tokens={max_tokens}: found {prompt.size} tokens in the prompt, must be at most "
-            f"max_position_embeddings={cfg.max_position_embeddings} together"
-        )
+    prompt = fit_prompt(cfg, prompt, [image.grid for image in images])
+    check_room(cfg, prompt.size, max_tokens)
+    packed = pack(cfg.vision, [images]) if images else None
     pad = bucket(prompt.size, PROMPT_UNIT) - prompt.size
     tokens = jnp.asarray(np.pad(prompt.astype(np.int32), (pad, 0), constant_values=-1))[None]
     mask = jnp.asarray(np.arange(tokens.shape[1]) >= pad, jnp.int32)[None]
@@ -137,14 +155,14 @@ def generate_tokens(
     cache = init_cache(cfg, 1, tokens.shape[1] + max_tokens, model.dtype)
     one = jnp.ones((1, 1), jnp.int32)
     for n, key in enumerate(jax.random.split(jax.random.key(seed), max_tokens)):
-        token, cache = advance(variables, tokens, mask, cache, key, packed)
-        if int(token[0]) < 0:
+        drawn, cache = advance(variables, tokens, mask, cache, key, packed)
+        token = int(drawn[0])
+        if token < 0:
             raise ValueError(f"logits: found NaN or infinite ones for token {n}: weights hold such values, or overflow")
-        if int(token[0]) in stop_ids:
-            return int(token[0])
-        yield int(token[0])
-        tokens, mask, packed = token[:, None], one, None
-    return None
+        yield token
+        if token in stop_ids:
+            return
+        tokens, mask, packed = drawn[:, None], one, None
 
 
 def generate_text(
@@ -161,7 +179,8 @@ def generate_text(
 ) -> Generator[str, None, str | None]:
     """Yields pieces of text that continue `prompt`, and returns which token ended it ("name (id)"), None for `max_tokens`.
 
-    `images`: what `k3jax.vision.preprocess` takes; each stands where the prompt says `<image>`, or all before it.
+    `images`: what `k3jax.vision.preprocess` takes; each stands where the prompt says `<image>`, or all before it. What is
+    wrong with any of these is a ValueError, one line, before the weights are read.
     """
     sampling.check(temperature, top_k, top_p)
     cfg, tokenizer, _ = load_text(checkpoint)
@@ -169,17 +188,15 @@ def generate_text(
         raise ValueError(f"{checkpoint}: found {len(images)} images, must be none: this model has no vision")
     patches = [preprocess(image, cfg.vision) for image in images]
     ids = encode_pair(prompt, len(images), cfg.vision, tokenizer) if cfg.vision else tokenizer.encode(prompt)
+    check_room(cfg, fit_prompt(cfg, ids, [image.grid for image in patches]).size, max_tokens)
     model, variables = load_model(checkpoint, experts, mxfp8_inputs)
-    options = {"stop_ids": tokenizer.stop_ids, "ids": tokenizer.vocab_size}
-    found = generate_tokens(model, variables, ids, max_tokens, temperature, top_k, top_p, seed, patches, **options)
+    drawn = temperature, top_k, top_p, seed, patches, tokenizer.stop_ids, tokenizer.vocab_size
     stream, ended = tokenizer.stream(), None
-
-    def keep_end():
-        nonlocal ended
-        ended = yield from found
-
-    for token in keep_end():
-        if piece := stream.push(token):
+    for token in generate_tokens(model, variables, ids, max_tokens, *drawn):
+        if token in tokenizer.stop_ids:
+            ended = tokenizer.describe(token)
+        elif piece := stream.push(token):
             yield piece
-    yield stream.finish()
-    return None if ended is None else f"{tokenizer.marker_name(ended) or 'token'} ({ended})"
+    if piece := stream.finish():
+        yield piece
+    return ended

@@ -7,7 +7,16 @@ from pathlib import Path
 from k3jax.paths import expand
 from k3jax.text.base import Stream, Tokenizer, printable
 from k3jax.text.bytes import ByteTokenizer
-from k3jax.text.files import LIBRARY, RANKS, copy_tokenizer, read_stop_ids, tokenizer_files
+from k3jax.text.files import (
+    LIBRARY,
+    RANKS,
+    copy_tokenizer,
+    has_tokenizer,
+    read_files,
+    read_stop_ids,
+    tokenizer_files,
+    write_files,
+)
 from k3jax.text.library import LibraryTokenizer
 from k3jax.text.ranks import RankTokenizer
 from k3jax.text.train import train_tokenizer
@@ -17,10 +26,13 @@ __all__ = [
     "Stream",
     "Tokenizer",
     "copy_tokenizer",
+    "has_tokenizer",
     "load_tokenizer",
     "printable",
+    "read_files",
     "tokenizer_files",
     "train_tokenizer",
+    "write_files",
 ]
 
 

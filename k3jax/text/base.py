@@ -5,6 +5,7 @@ from __future__ import annotations
 import abc
 import codecs
 import re
+import unicodedata
 from collections.abc import Iterable, Mapping, Sequence
 
 import numpy as np
@@ -25,8 +26,18 @@ def to_bytes(text: str) -> bytes:
 
 
 def printable(text: str) -> str:
-    """Control characters as escapes: a text must not steer the terminal."""
-    return "".join(c if c.isprintable() or c in "\n\t" else c.encode("unicode_escape").decode() for c in text)
+    """Characters that could steer a terminal as escapes: controls, direction marks, what has no meaning.
+
+    Spaces of every width stay, and what joins or parts the letters and pictures beside it.
+
+    >>> printable("\x1b[2J 👩\u200d💻")
+    '\\x1b[2J 👩\u200d💻'
+    """
+    return "".join(c if _is_shown(c) else c.encode("unicode_escape").decode() for c in text)
+
+
+def _is_shown(c: str) -> bool:
+    return c.isprintable() or c in "\n\t\u200c\u200d" or unicodedata.category(c) == "Zs"
 
 
 class Tokenizer(abc.ABC):
@@ -80,6 +91,12 @@ class Tokenizer(abc.ABC):
     def marker_name(self, id: int) -> str | None:
         """Name of the marker that `id` is, or None."""
         return self._names.get(id)
+
+    def describe(self, id: int) -> str:
+        """How a message names `id`: "<|end_of_msg|> (163586)", "'\\n' (10)", or "token (300)" where it is neither."""
+        is_text = 0 <= id < self.vocab_size and id not in self._names
+        text = self.decode([id]) if is_text else ""
+        return f"{self.marker_name(id) or (repr(text) if text else 'token')} ({id})"
 
 
 class Stream:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-import shutil
+import os
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -30,23 +30,43 @@ def read_json(path: Path) -> dict:
     return found
 
 
+def has_tokenizer(folder: str | Path) -> bool:
+    """Whether tokens are anything but bytes there."""
+    return any((Path(expand(folder)) / name).is_file() for name in (RANKS, LIBRARY))
+
+
 def tokenizer_files(folder: str | Path) -> list[Path]:
     """The files that belong to the folder's tokenizer, in order of their names; none where tokens are bytes."""
     return sorted({path for name in _TRAVEL for path in Path(expand(folder)).glob(name) if path.is_file()})
 
 
-def copy_tokenizer(source: str | Path, destination: str | Path) -> list[Path]:
-    """Copies the tokenizer's files byte for byte into a folder, which is made, and returns the copies.
+def read_files(folder: str | Path) -> dict[str, bytes]:
+    """Content of `tokenizer_files` by name."""
+    return {path.name: path.read_bytes() for path in tokenizer_files(folder)}
 
-    Files of another tokenizer that were there go.
+
+def write_files(files: Mapping[str, bytes], folder: str | Path) -> None:
+    """Writes what `read_files` gave into a folder, which is made; those of another tokenizer that were there go.
+
+    Whenever it is stopped, each file is whole; what is the same already is left alone.
     """
-    source, destination = Path(expand(source)), Path(expand(destination))
-    if source.resolve() == destination.resolve():
-        return tokenizer_files(destination)
-    destination.mkdir(parents=True, exist_ok=True)
-    for path in tokenizer_files(destination):
-        path.unlink()  # part of another tokenizer would be read with this one
-    return [Path(shutil.copyfile(path, destination / path.name)) for path in tokenizer_files(source)]
+    folder = Path(expand(folder))
+    folder.mkdir(parents=True, exist_ok=True)
+    for path in tokenizer_files(folder):
+        if path.name not in files:
+            path.unlink()  # part of another tokenizer would be read with this one
+    for name, content in files.items():
+        path = folder / name
+        if not path.is_file() or path.read_bytes() != content:
+            part = folder / f".{name}.part"
+            part.write_bytes(content)
+            os.replace(part, path)
+
+
+def copy_tokenizer(source: str | Path, destination: str | Path) -> list[Path]:
+    """Copies the tokenizer's files byte for byte into a folder, as `write_files` does, and returns the copies."""
+    write_files(read_files(source), destination)
+    return tokenizer_files(destination)
 
 
 def read_stop_ids(folder: str | Path, ids: Mapping[str, int]) -> frozenset[int]:

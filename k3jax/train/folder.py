@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from typing import Any
 
 from k3jax.lock import LOCK
 from k3jax.text import tokenizer_files
@@ -11,6 +12,11 @@ from k3jax.train.checkpoint import Checkpoints
 from k3jax.train.log import read_numbers
 
 CHECKPOINTS, METRICS, PLOT, RESULT = "checkpoints", "metrics.jsonl", "training.png", "result.json"
+
+
+def was_of_bytes(meta: dict[str, Any]) -> bool:
+    """Whether a checkpoint, of which `meta` is what `describe` wrote, is of a run without a tokenizer: its tokens are bytes."""
+    return meta["kind"] == "run" and meta.get("data", {}).get("tokenizer") is None
 
 
 def check(out: str, resume: str | None, resumed: tuple[Path, int] | None) -> None:

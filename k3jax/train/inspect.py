@@ -41,7 +41,7 @@ def report(path: str | Path) -> Report:
     if meta["kind"] == "weights":
         title = f"checkpoint  {checkpoints.folder / str(number)}: imported weights"
     stored = "MXFP4, packed" if experts == "packed" else "as numbers"
-    return layout(cfg, title, stored, tensors, [], problems)
+    return layout(cfg, title, stored, tensors, [], problems, checkpoints.folder.parent)
 
 
 def tensor_report(path: str | Path, name: str) -> str:

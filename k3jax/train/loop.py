@@ -31,7 +31,7 @@ from k3jax.nn.model import K3, init_variables
 from k3jax.ops import mx
 from k3jax.run_config import DataConfig, RunConfig
 from k3jax.sharding import make_mesh
-from k3jax.text import copy_tokenizer, load_tokenizer
+from k3jax.text import ByteTokenizer, load_tokenizer, read_files, write_files
 from k3jax.train import folder
 from k3jax.train import step as training
 from k3jax.train.checkpoint import Checkpoints, open_model, resolve
@@ -161,13 +161,14 @@ def _prepare(config: RunConfig):
 
 
 def _check_tokenizer(config: RunConfig, key: str, path: str) -> None:
-    """Complains where a checkpoint's tokens mean something else than the run's. An import without a tokenizer may mean anything."""
-    folder, number = resolve(path)
-    found, right = load_tokenizer(folder.parent), open_tokenizer(config.data.tokenizer)
-    of_run = Checkpoints(folder).read_meta(number).get("kind") == "run"
-    if found.identity != right.identity and (of_run or found.kind != "bytes"):
-        kind = "bytes" if found.kind == "bytes" else f"{found.kind}, {found.vocab_size} tokens, which lies in {folder.parent}"
-        raise ValueError(f"data.tokenizer={config.data.tokenizer}: {key}={path} has another one ({kind})")
+    """Complains where a checkpoint's tokens mean something else than the run's; of one that came without, nothing is known."""
+    checkpoints, _, _, meta = open_model(path)
+    source, of_bytes = checkpoints.folder.parent, folder.was_of_bytes(meta)
+    found, right = ByteTokenizer() if of_bytes else load_tokenizer(source), open_tokenizer(config.data.tokenizer)
+    known = of_bytes or found.kind != "bytes"
+    if known and found.identity != right.identity:
+        what = "bytes" if of_bytes else f"another tokenizer ({found.kind}, {found.vocab_size} ids), which lies in {source}"
+        raise ValueError(f"data.tokenizer={config.data.tokenizer}: {key}={path} has {what}")
 
 
 def identity(config: RunConfig, training_data: RowDataset | PackedDataset) -> dict[str, Any]:
@@ -189,6 +190,8 @@ def _train(config: RunConfig, training_data: RowDataset, held_out: RowDataset, m
     out, last = Path(config.out), config.train.steps
     speaks = jax.process_index() == 0
     rows = training.process_rows(config.data.batch_size, mesh)
+    # Kept from the beginning: the folder that they come from may be gone when the first checkpoint is saved.
+    tokenizer_files = read_files(config.data.tokenizer) if config.data.tokenizer else {}
     started = time.monotonic()
     with jax.set_mesh(mesh):
         state, shardings = _first_state(config, mesh, resumed)
@@ -222,8 +225,8 @@ def _train(config: RunConfig, training_data: RowDataset, held_out: RowDataset, m
                     if saves or evaluates or number % config.train.log_every == 0 or number == first + 1:
                         watch.check()
                     if saves:
-                        if speaks and config.data.tokenizer:
-                            copy_tokenizer(config.data.tokenizer, out)
+                        if speaks and tokenizer_files:
+                            write_files(tokenizer_files, out)
                         checkpoints.save(number, state, meta)
                     if evaluates:
                         watch.scores = evaluation(state.params, state.router, held_out, config.train.eval_windows)

@@ -51,6 +51,11 @@ def encode_pair(
             f"media_placeholder_token_id: found {placeholder}, must be {NOT_UTF8[0]} to {NOT_UTF8[-1]} in a byte "
             "model: a byte that no UTF-8 text holds"
         )
+    if tokenizer.kind != "bytes" and placeholder not in tokenizer.markers.values():
+        raise ValueError(
+            f"media_placeholder_token_id: found {placeholder}, must be a marker of its tokenizer ({tokenizer.kind}, "
+            f"{tokenizer.vocab_size} tokens): an id that no text becomes"
+        )
     parts = text.split(IMAGE)
     if len(parts) == 1:
         parts = [""] * images + parts

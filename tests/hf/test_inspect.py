@@ -8,6 +8,7 @@ import numpy as np
 
 from k3jax.hf import report
 from k3jax.hf.files import Checkpoint
+from k3jax.text import copy_tokenizer
 
 
 def test_report_of_a_whole_checkpoint(copy_golden, monkeypatch):
@@ -61,3 +62,14 @@ def test_single_shard_without_metadata(copy_golden):
     index = copy.folder / "model.safetensors.index.json"
     index.write_text(json.dumps({"weight_map": copy.weight_map}))
     assert report(copy.folder).problems == {}
+
+
+def test_a_tokenizer_that_is_not_the_models_is_a_problem(copy_golden, words):
+    folder = copy_golden("k3_tiny").folder
+    copy_tokenizer(words, folder)
+    found = report(folder)
+    wrong = f"{folder}: its tokenizer (tiktoken) has 2560 ids, must have at most the model's vocab_size=128"
+    assert found.problems == {"tokenizer": wrong}
+    assert found.text.splitlines()[-1] == f"problems    1 problem: tokenizer: {wrong}"
+    (folder / "tiktoken.model").write_bytes((folder / "tiktoken.model").read_bytes()[:1001])
+    assert report(folder).problems["tokenizer"].startswith(f"{folder}/tiktoken.model:")

@@ -2,6 +2,7 @@
 
 import dataclasses
 from functools import partial
+from types import SimpleNamespace
 
 import flax.linen as nn
 import jax
@@ -12,7 +13,7 @@ import pytest
 import k3jax
 from k3jax.config import VisionConfig
 from k3jax.nn.model import init_variables
-from k3jax.serve.generate import generate_text, generate_tokens
+from k3jax.serve.generate import generate_text, generate_tokens, make_advance
 from k3jax.serve.sampler import sample
 from k3jax.text import ByteTokenizer
 from k3jax.train.pairs import encode_pair
@@ -41,7 +42,7 @@ def test_greedy_is_the_likeliest_token_of_the_whole_text_each_time(model):
     assert found == text[0, 12:].tolist()
     end = next(i for i, token in enumerate(found) if i and token not in found[:i])
     ending = k3jax.K3(dataclasses.replace(model.cfg, eos_token_id=(300, found[end])))
-    assert list(generate_tokens(ending, variables, prompt, 6, temperature=0.0)) == found[:end]
+    assert list(generate_tokens(ending, variables, prompt, 6, temperature=0.0)) == found[: end + 1]
 
 
 def test_generation_depends_on_the_seed_alone(model):
@@ -59,6 +60,20 @@ def test_prompts_are_checked(model):
         next(generate_tokens(model, variables, np.array([], np.int32), 4))
     with pytest.raises(ValueError, match=r"token id 256 at position \[1\] is outside the vocabulary of 256"):
         next(generate_tokens(model, variables, np.array([1, 256]), 4))
+
+
+def test_only_the_tokenizers_ids_are_drawn():
+    """Of a model with more: here its likeliest token is one of the others."""
+    logits = jnp.arange(12.0).reshape(1, 1, 12)
+    model = SimpleNamespace(apply=lambda *_, cache, **__: SimpleNamespace(logits=logits, cache=cache + 1))
+    ones = jnp.ones((1, 1), jnp.int32)
+    for ids, likeliest in ((None, 11), (7, 6)):
+        advance = make_advance(model, 0.0, ids=ids)
+        token, cache = advance({}, ones, ones, jnp.zeros(1), jax.random.key(0))
+        assert token.tolist() == [likeliest] and cache.tolist() == [1.0]
+        hot = make_advance(model, 1e9, ids=ids)
+        drawn = [int(hot({}, ones, ones, jnp.zeros(1), jax.random.key(n))[0][0]) for n in range(9)]
+        assert max(drawn) <= likeliest
 
 
 # ---- images ----------------------------------------------------------------------------------------

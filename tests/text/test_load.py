@@ -1,12 +1,14 @@
 """Which tokenizer a folder has, what ends a generation, and the files that travel; bytes."""
 
+import errno
 import json
 import os
+from pathlib import Path
 
 import numpy as np
 import pytest
 
-from k3jax.text import ByteTokenizer, copy_tokenizer, load_tokenizer, tokenizer_files
+from k3jax.text import ByteTokenizer, copy_tokenizer, load_tokenizer, printable, read_files, tokenizer_files, write_files
 from k3jax.text.ranks import write_ranks
 
 BYTES = [bytes([byte]) for byte in range(256)]
@@ -124,3 +126,36 @@ def test_files_travel_byte_for_byte(tmp_path, words):
     assert load_tokenizer(destination).identity == load_tokenizer(words).identity
     assert copy_tokenizer(destination, destination) == copies == tokenizer_files(destination)
     assert tokenizer_files(tmp_path) == tokenizer_files(tmp_path / "missing") == []
+
+
+def test_files_that_are_written_are_whole(tmp_path, words, monkeypatch):
+    files = read_files(words)
+    write_files(files, tmp_path)
+    before = {path: path.stat().st_mtime_ns for path in tmp_path.iterdir()}
+    write_files(files, tmp_path)
+    assert before == {path: path.stat().st_mtime_ns for path in tmp_path.iterdir()}
+
+    def full(path, content):
+        with path.open("wb") as file:
+            file.write(content[:10])
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(Path, "write_bytes", full)
+    with pytest.raises(OSError):
+        write_files(files | {"tiktoken.model": b"YQ== 0\n"}, tmp_path)
+    assert load_tokenizer(tmp_path).identity == load_tokenizer(words).identity
+
+
+def test_ids_are_named(tmp_path, words):
+    tokenizer = load_tokenizer(words)
+    end, byte = tokenizer.marker("<|end_of_msg|>"), int(tokenizer.encode("\n")[0])
+    assert tokenizer.describe(end) == f"<|end_of_msg|> ({end})"
+    assert tokenizer.describe(byte) == f"'\\n' ({byte})"
+    assert [tokenizer.describe(id) for id in (2560, 163_586)] == ["token (2560)", "token (163586)"]
+    assert ByteTokenizer().describe(0) == "'\\x00' (0)"
+
+
+def test_text_does_not_steer_a_terminal():
+    assert printable("\x1b[2J\r\x00\x85\u2028\u202e\u2066\ud800") == r"\x1b[2J\r\x00\x85\u2028\u202e\u2066\ud800"
+    for text in ("a\n\tb", "漢字\u3000かな", "👩\u200d💻", "می\u200cخواهم", "10\u00a0€", "e\u0301"):
+        assert printable(text) == text

@@ -10,14 +10,17 @@ import sys
 from pathlib import Path
 
 import chex
+import numpy as np
 import pytest
 
 from k3jax.data.packed import PackedDataset
 from k3jax.data.tokenize import tokenize
 from k3jax.run_config import DataConfig, RunConfig, TrainConfig
 from k3jax.serve.evaluate import evaluate
-from k3jax.text import train_tokenizer
-from k3jax.train import loop
+from k3jax.serve.generate import load_text
+from k3jax.text import copy_tokenizer, read_files, train_tokenizer
+from k3jax.train import inspect, loop
+from k3jax.train.checkpoint import Checkpoints
 
 ROOT = Path(__file__).parents[2]
 
@@ -86,8 +89,26 @@ def test_a_run_that_goes_on_with_other_data_is_told(config, run, tmp_path, capsy
         line = f"resume={folder}: goes on with other rows than it was trained on ({told})\n"
         assert capsys.readouterr().err == (line if told else "")
     texts = {"tokenizer": None, "paths": config.data.paths[1:], "weights": ()}
-    with pytest.raises(ValueError, match=r"data.tokenizer=None: resume=.* has another one \(tiktoken, 512 tokens, which lies in "):
+    with pytest.raises(ValueError, match=r"data.tokenizer=None: resume=.* has another tokenizer \(tiktoken, 512 ids\), which lies in "):
         loop.train(dataclasses.replace(again, data=dataclasses.replace(config.data, **texts)))
+
+
+def test_a_run_on_sources_keeps_its_tokenizer(config, run, tmp_path, monkeypatch):
+    folder, _ = run
+    words = read_files(config.data.tokenizer)
+    assert read_files(folder) == words and "tiktoken.model" in words
+    # It goes on in another folder with the tokenizer it has kept, whose own folder goes before anything is saved.
+    shutil.copytree(folder, tmp_path / "moved")
+    program = loop.program
+    monkeypatch.setattr(loop, "program", lambda *given: shutil.rmtree(tmp_path / "moved", ignore_errors=True) or program(*given))
+    data = dataclasses.replace(config.data, tokenizer=str(tmp_path / "moved"))
+    train = dataclasses.replace(config.train, steps=6, checkpoint_every=1, keep_checkpoints=1)
+    loop.train(dataclasses.replace(config, data=data, train=train, resume=str(folder), out=str(tmp_path / "more")))
+    assert read_files(tmp_path / "more") == words and not (tmp_path / "moved").exists()
+    assert [path.name for path in (tmp_path / "more" / "checkpoints").iterdir()] == ["6"]
+    text = inspect.report(tmp_path / "more").text
+    assert "tokenizer   tiktoken, 512 ids, " in text and "ended by <|end_of_msg|> (258)" in text
+    assert load_text(tmp_path / "more")[1].stop_ids == {258}
 
 
 def test_sources_and_a_corpus_of_them_give_the_same_batches(config, tmp_path):
@@ -229,3 +250,33 @@ def test_two_processes_go_on_with_the_rows_of_one(config, tmp_path):
 def test_a_tokenizer_larger_than_the_model_is_named(config, tiny):
     with pytest.raises(ValueError, match="has 512 ids, must have at most the model's vocab_size=256"):
         loop.open_data(dataclasses.replace(config, model=tiny))
+
+
+@pytest.mark.parametrize(
+    "kind, trained, with_files, given, says",
+    [
+        ("run", None, False, "words", "data.tokenizer=WORDS: start=FOLDER has bytes"),
+        ("run", None, False, None, None),
+        ("run", "words", True, "words", None),
+        ("run", "words", True, "others", "has another tokenizer (tiktoken, 512 ids), which lies in FOLDER"),
+        ("run", "words", True, None, "data.tokenizer=None: start=FOLDER has another tokenizer (tiktoken, 512 ids)"),
+        ("weights", None, True, "others", "has another tokenizer (tiktoken, 512 ids), which lies in FOLDER"),
+        ("weights", None, False, "others", None),  # it came without
+    ],
+)
+def test_weights_of_another_tokenizer_are_refused(config, tmp_path, kind, trained, with_files, given, says):
+    words, others, folder = config.data.tokenizer, tmp_path / "others", tmp_path / "weights"
+    train_tokenizer(["ab ab ab ab"], 513, others)
+    paths = {"words": words, "others": str(others), None: None}
+    meta = {"kind": kind, "model": config.model.to_hf()} | ({"data": {"tokenizer": trained and words}} if kind == "run" else {})
+    with Checkpoints(folder / "checkpoints") as checkpoints:
+        checkpoints.save(1, {"x": np.zeros(1)}, meta, wait=True)
+    if with_files:
+        copy_tokenizer(words, folder)
+    found = dataclasses.replace(config, data=dataclasses.replace(config.data, tokenizer=paths[given]))
+    if says is None:
+        loop._check_tokenizer(found, "start", str(folder))
+        return
+    with pytest.raises(ValueError) as error:
+        loop._check_tokenizer(found, "start", str(folder))
+    assert says.replace("WORDS", words).replace("FOLDER", str(folder)) in str(error.value)
