@@ -5,7 +5,6 @@ import json
 import math
 import os
 import re
-import resource
 import shutil
 import subprocess
 import sys
@@ -812,11 +811,11 @@ cli.command()
 @pytest.mark.parametrize("limit", [0, 3000])
 def test_an_import_that_finds_no_room_ends_with_one_line(tmp_path, limit):
     """No file can be written at all, or none above a size: then one of many writes of Orbax fails while others are under way."""
-    command = [sys.executable, "-c", FULL, "convert", "import", str(ROOT / "tests/data/k3_tiny"), str(tmp_path / "out")]
-    setting = (lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))) if limit else None
+    program = f"import resource\nresource.setrlimit(resource.RLIMIT_FSIZE, ({limit}, {limit}))\n{FULL}" if limit else FULL
+    command = [sys.executable, "-c", program, "convert", "import", str(ROOT / "tests/data/k3_tiny"), str(tmp_path / "out")]
     environment = os.environ | {"PYTHONPATH": str(ROOT), "K3JAX_CACHE": str(tmp_path / "cache")}
     started = time.monotonic()
-    done = subprocess.run(command, capture_output=True, text=True, env=environment, preexec_fn=setting, timeout=100)
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=100)
     assert done.returncode == 2 and done.stdout == ""
     said = done.stderr.splitlines()
     assert [line for line in said if "compiled programs" not in line][0].startswith("error: ") and len(said) <= 2, done.stderr

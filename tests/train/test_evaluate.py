@@ -96,7 +96,8 @@ def save(tiny, folder, kind, words):
     return str(folder)
 
 
-@pytest.mark.parametrize("kind", ["tiktoken", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("bytes", "json"))])
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["tiktoken", "bytes", "json"])
 def test_released_folders_and_imports_of_every_tokenizer(tiny, sources, kind, tmp_path, capsys):
     words, texts, chats = sources
     folder = save(tiny, tmp_path / "released", kind, words)
