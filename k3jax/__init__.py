@@ -6,7 +6,10 @@ size, V value size, L latent, F expert width, E experts, k active experts, N blo
 
 from importlib import import_module
 
+from k3jax import runtime
 from k3jax.config import ModelConfig, VisionConfig
+
+runtime.cure()  # whatever is imported of it, before any of it uses JAX
 
 _HOMES = {
     "K3": "k3jax.nn.model",

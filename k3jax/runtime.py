@@ -1,4 +1,4 @@
-"""Sets JAX up for a command: its devices, the processes it runs in, and the cache of compiled programs."""
+"""Sets JAX up: around compilers that are known to be wrong, and for a command its devices, processes and compiled programs."""
 
 from __future__ import annotations
 
@@ -8,15 +8,17 @@ import io
 import itertools
 import json
 import os
+import platform
 import re
 import resource
 import sys
 import tempfile
 import time
+import warnings
 from collections.abc import Iterator, Mapping
 from importlib import metadata
 from pathlib import Path
-from typing import NoReturn
+from typing import NamedTuple, NoReturn
 
 from k3jax.run_config import ProcessesConfig
 
@@ -27,12 +29,60 @@ _HOST_SECONDS = 1  # for which process 0, which the others talk through, outlive
 _agreements = itertools.count()
 
 
+class Fault(NamedTuple):
+    """What a compiler is known to get wrong, in which versions of jaxlib (both included), and the flag of XLA that cures it."""
+
+    what: str
+    issues: tuple[int, ...]  # of github.com/jax-ml/jax
+    first: tuple[int, int, int]
+    last: tuple[int, int, int]
+    cure: str
+
+
+FAULTS = (
+    Fault(
+        "wrong numbers from products that are summed, and crashes at ranks of 7 and 8, on CPU",
+        (39103, 39257, 40412),
+        (0, 10, 2),
+        (0, 11, 0),
+        "--xla_cpu_experimental_ynn_fusion_type=",
+    ),
+)
+
+
+def cure() -> None:
+    """Sets the flags of XLA that the installed jaxlib needs to be right, here and in child processes; `import k3jax` calls it.
+
+    XLA reads its flags when JAX is first used. Raises `ImportError`, one line, where that was before and they were not set.
+
+    Example:
+        >>> cure()  # in jaxlib 0.10.2
+        >>> os.environ["XLA_FLAGS"]
+        '--xla_cpu_experimental_ynn_fusion_type='
+    """
+    installed = metadata.version("jaxlib")
+    version = tuple(int(part) for part in re.findall(r"\d+", installed)[:3])
+    flags = os.environ.get("XLA_FLAGS", "").split()
+    for fault in FAULTS:
+        if not fault.first <= version <= fault.last or fault.cure in flags:
+            continue
+        bridge = sys.modules.get("jax._src.xla_bridge")
+        if bridge is not None and bridge.backends_are_initialized():
+            raise ImportError(
+                f"jaxlib {installed} was used before k3jax was imported, without {fault.cure}: {fault.what} (JAX issue "
+                f"{fault.issues[0]}); import k3jax before the first use of JAX, or set XLA_FLAGS={fault.cure}"
+            )
+        flags.append(fault.cure)
+        os.environ["XLA_FLAGS"] = " ".join(flags)
+
+
 def setup(cpu_devices: int = 0, processes: ProcessesConfig = ProcessesConfig()) -> None:
     """Call before the first use of JAX.
 
     `cpu_devices` > 0 runs on that many simulated CPU devices, an equal share in each of the `processes`; 0 on the
     machine's own. Returns when all processes are there. Compiled programs are kept in `$K3JAX_CACHE`, or
-    `~/.cache/k3jax/xla`; where that cannot be written, one line says so and the run goes on without.
+    `~/.cache/k3jax/xla`, apart for every compiler and kind of processor; where that cannot be written, one line says so and
+    the run goes on without. What is damaged there is compiled anew.
 
     Raises `ValueError` if JAX already started with another number of devices, and if the processes do not meet.
 
@@ -167,8 +217,22 @@ def _join(jax, processes: ProcessesConfig) -> None:
         raise ValueError(f"processes.coordinator={processes.coordinator}: {what} ({reason})") from error
 
 
+def _compiler() -> str:
+    """Whose compiled programs run here: versions of JAX and its compilers, and the kind of processor."""
+    versions = {}
+    for name in ("jax", "jaxlib", "libtpu"):
+        with contextlib.suppress(metadata.PackageNotFoundError):
+            versions[name] = metadata.version(name)
+    known = Path("/proc/cpuinfo")
+    lines = known.read_text(errors="replace").splitlines() if known.exists() else [platform.processor()]
+    # Of one processor: its name and what it can do, not how fast it runs just now.
+    kind = sorted({line for line in lines if re.match(r"vendor_id|model name|flags|Features|CPU part|(?!.*:)", line)})
+    processor = hashlib.sha256("\n".join(kind).encode()).hexdigest()[:8]
+    return "-".join([*(f"{name}-{version}" for name, version in versions.items()), platform.machine(), processor])
+
+
 def _keep_programs(jax) -> None:
-    folder = Path(os.environ.get("K3JAX_CACHE") or Path.home() / ".cache" / "k3jax" / "xla")
+    folder = Path(os.environ.get("K3JAX_CACHE") or Path.home() / ".cache" / "k3jax" / "xla") / _compiler()
     try:
         folder.mkdir(parents=True, exist_ok=True)
         tempfile.TemporaryFile(dir=folder).close()
@@ -179,6 +243,8 @@ def _keep_programs(jax) -> None:
     jax.config.update("jax_compilation_cache_dir", str(folder))
     # Every program counts: the many small ones together take as long to compile as the large one.
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+    # What another process left half-written, or a full disk, costs a compilation and needs no word.
+    warnings.filterwarnings("ignore", "Error (reading|writing) persistent compilation cache entry", UserWarning)
 
 
 def show_what_can_be_shown() -> None:
