@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Iterator, Sequence
 
 import numpy as np
@@ -28,6 +29,9 @@ class PackedDataset:
         (8, 4096)
     """
 
+    offset = 0
+    """The number of the first row of step 0: other than 0 where a run goes on with batches of another size."""
+
     def __init__(self, sources: Sequence[Rows], batch_size: int, seed: int = 0, weights: Sequence[float] = ()):
         """Raises ValueError for weights that do not fit, and for sources without rows or of several lengths."""
         if weights and len(weights) != len(sources):
@@ -44,6 +48,7 @@ class PackedDataset:
         self.sources, self.batch_size, self.seed = list(sources), batch_size, seed
         count = len(self.sources)
         self._decks = [(i, i + 1) for i in range(count)] if weights else [(0, count)]  # first and last source of each
+        self.weights = tuple(weights)
 
     def __len__(self) -> int:
         """Rows of all sources."""
@@ -53,9 +58,15 @@ class PackedDataset:
         """Passes over as many rows as there are completed before `step`."""
         return step * self.batch_size / len(self)
 
+    @property
+    def identity(self) -> str:
+        """SHA-256 of what decides the rows and their order: the content of all sources, and their weights."""
+        shards = [[shard.sha256 for shard in source.shards] for source in self.sources]
+        return hashlib.sha256(repr((shards, self.weights)).encode()).hexdigest()
+
     def batch(self, step: int, rows: slice | np.ndarray = slice(None)) -> Batch:
         """Rows `rows` (or their numbers) of training batch `step`, [rows of B, T]: a process asks only for its share."""
-        numbers = step * self.batch_size + np.arange(self.batch_size)[rows]
+        numbers = self.offset + step * self.batch_size + np.arange(self.batch_size)[rows]
         batch = self._empty(len(numbers))
         self._fill(batch, np.arange(len(numbers)), *self._chosen(numbers))
         return batch

@@ -163,6 +163,10 @@ class PairDataset(RowDataset):
         """Rows."""
         return len(self._rows)
 
+    @property
+    def identity(self) -> str:
+        return hashlib.sha256(repr([(pair.text, grids) for pair, grids in zip(self._pairs, self._grids)]).encode()).hexdigest()
+
     def _ids(self, pair: Pair) -> np.ndarray:
         try:
             return encode_pair(pair.text, len(pair.images), self._cfg)
