@@ -309,11 +309,11 @@ def test_processes_end_with_their_launcher(tmp_path, number):
     here.mkdir()
     (package / "__init__.py").touch()
     (package / "__main__.py").write_text(TRAINING)
-    listening = lambda: signal.signal(signal.SIGINT, signal.default_int_handler)  # noqa: E731
-    launcher = subprocess.Popen(
-        [sys.executable, ROOT / "launch/local.py", "2", str(here)], env=os.environ | {"PYTHONPATH": str(tmp_path)},
-        cwd=tmp_path, stderr=subprocess.PIPE, text=True, preexec_fn=listening, start_new_session=True,
-    )  # fmt: skip
+    # A shell that starts pytest in the background has it ignore SIGINT, and all that it starts.
+    listening = "import os, signal, sys; signal.signal(signal.SIGINT, signal.SIG_DFL); os.execv(sys.argv[1], sys.argv[1:])"
+    command = [sys.executable, "-c", listening, sys.executable, str(ROOT / "launch/local.py"), "2", str(here)]
+    pipes = {"stderr": subprocess.PIPE, "text": True, "start_new_session": True}
+    launcher = subprocess.Popen(command, env=os.environ | {"PYTHONPATH": str(tmp_path)}, cwd=tmp_path, **pipes)
     ends = time.monotonic() + 30
     while len(found := [int(path.name) for path in here.iterdir()]) < 2:
         assert time.monotonic() < ends

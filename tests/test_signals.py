@@ -1,11 +1,13 @@
 """SIGINT and SIGTERM to a run: one ends it after a step with a checkpoint, two at once; resumed, it ends with the same bits."""
 
 import contextlib
+import dataclasses
 import json
 import os
 import random
 import re
 import resource
+import shutil
 import signal
 import subprocess
 import sys
@@ -45,6 +47,8 @@ config = RunConfig(
     cpu_devices=2,
 )
 """
+# A shell that starts pytest in the background has it ignore SIGINT, and all that it starts.
+LISTENING = "import os, signal, sys; signal.signal(signal.SIGINT, signal.SIG_DFL); os.execv(sys.argv[1], sys.argv[1:])"
 LINE = "stopped by {} after step {} of 30, which is saved; the same command with resume=auto goes on"
 
 
@@ -64,12 +68,9 @@ class Place:
         if processes > 1:
             command = [sys.executable, str(ROOT / "launch" / "local.py"), str(processes)]
         env = os.environ | {"PYTHONPATH": str(ROOT), "K3JAX_CACHE": str(self.folder / "cache"), "JAX_PLATFORMS": "cpu"} | env
-        # A shell that starts pytest in the background has it ignore SIGINT.
-        listening = lambda: signal.signal(signal.SIGINT, signal.default_int_handler)  # noqa: E731
-        return subprocess.Popen(
-            [*command, f"--config={self.folder / 'config.py'}", f"--out={self.folder / name}", *settings],
-            env=env, cwd=self.folder, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, preexec_fn=listening,
-        )  # fmt: skip
+        command += [f"--config={self.folder / 'config.py'}", f"--out={self.folder / name}", *settings]
+        pipes = {"stdout": subprocess.DEVNULL, "stderr": subprocess.PIPE, "text": True}
+        return subprocess.Popen([sys.executable, "-c", LISTENING, *command], env=env, cwd=self.folder, **pipes)
 
     def finish(self, name, *settings, **options) -> list[str]:
         """What a run says that ends by itself."""
@@ -91,7 +92,8 @@ class Place:
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory, tiny):
-    return Place(tmp_path_factory.mktemp("signals"), tiny)
+    least = dataclasses.replace(tiny, num_hidden_layers=1, kda_layers=(), full_attn_layers=(1,))
+    return Place(tmp_path_factory.mktemp("signals"), least)
 
 
 @pytest.fixture(scope="module")
@@ -118,8 +120,10 @@ def until(process, begins) -> list[str]:
     raise AssertionError(said)
 
 
-def test_a_run_that_is_stopped_and_killed_ends_with_the_same_bits(place, whole):
+@pytest.mark.parametrize("to_the_end", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["stopped", "to the end"])
+def test_a_run_that_is_stopped_and_killed_ends_with_the_same_bits(place, whole, to_the_end):
     """One signal: the step is ended and saved. Two: it ends at once, and goes on from the checkpoint before."""
+    shutil.rmtree(place.folder / "stopped", ignore_errors=True)
     first = place.start("stopped", "resume=auto", SECONDS="0.1")
     until(first, "step 1/30")
     time.sleep(random.uniform(0, 1))
@@ -141,6 +145,8 @@ def test_a_run_that_is_stopped_and_killed_ends_with_the_same_bits(place, whole):
     assert second.returncode == 130 and time.monotonic() - started < 3
     assert said == "SIGINT again: ended at once; what was saved before is whole\n"
 
+    if not to_the_end:
+        return
     place.finish("stopped", "resume=auto")
     assert place.state("stopped") == whole(1)
     assert [json.loads(line)["step"] for line in (place.folder / "stopped" / "metrics.jsonl").read_text().splitlines()][-1] == 30
@@ -185,6 +191,7 @@ def test_a_signal_to_one_of_two_processes_stops_both_after_one_step(place):
     assert said[1][-2:] == [f"SIGTERM: stops after step {step}; once more ends at once", LINE.format("SIGTERM", step)]
 
 
+@pytest.mark.slow
 def test_a_last_save_that_fails_is_no_end(place):
     process = place.start("unsaved", "train.checkpoint_every=100", SECONDS="0.05")
     until(process, "step 1/30")
