@@ -1,5 +1,19 @@
-"""`python -m k3jax <command>`."""
+"""`python -m k3jax <command>`, and the command `k3jax`."""
 
-from k3jax.cli import command
+from __future__ import annotations
 
-command()
+from typing import NoReturn
+
+from k3jax import signals
+
+
+def command() -> NoReturn:
+    """Listens to signals before all that takes long, then runs what the command line says."""
+    signals.listen()
+    from k3jax import cli
+
+    cli.command()
+
+
+if __name__ == "__main__":
+    command()

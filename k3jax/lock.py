@@ -97,13 +97,14 @@ def claimed(folder: str | Path, prepare: Callable[[], tuple[T, dict[str, object]
     """
     import jax
 
-    from k3jax import runtime
+    from k3jax import peers, runtime
 
     with contextlib.ExitStack() as held:
         made, settings, mistake = None, {}, None
         try:
             if jax.process_index() == 0:
                 held.enter_context(locked(folder))
+            peers.note("own", "reads what it starts from")
             made, settings = prepare()
         except (ValueError, OSError) as error:
             mistake = error

@@ -15,6 +15,7 @@ from k3jax.config import MX_BLOCK, ModelConfig
 from k3jax.values import AnyText, PathText, Seed, expand_paths, hints, unfit
 
 MOST_DEVICES = 4096  # simulated on one machine
+AUTO = "auto"  # in place of a checkpoint to resume from
 
 
 @dataclass(frozen=True)
@@ -147,10 +148,13 @@ class ProcessesConfig:
     """This one's number, from 0; process 0 writes the log."""
     coordinator: AnyText = ""
     """host:port that process 0 listens on. `auto`: SLURM, GKE or Cloud TPU tell it, count and index. Empty: one process."""
+    timeout: int = 600
+    """Seconds that the processes wait for one that starts late, or does not go on while the others wait for it."""
 
     def validate(self) -> None:
         """Raises `ValueError`, one line, naming the key, the value found and what would be right."""
-        count, index, coordinator = dataclasses.astuple(self)
+        count, index, coordinator, timeout = dataclasses.astuple(self)
+        _refuse([("processes.timeout", timeout, timeout >= 1, "at least 1")])
         if coordinator == "auto":
             left = "left to processes.coordinator=auto"
             _refuse([("processes.count", count, count == 1, left), ("processes.index", index, index == 0, left)])
@@ -176,7 +180,9 @@ class RunConfig:
         train: Optimisation.
         mesh: Devices along each mesh axis.
         out: Folder of the run: checkpoints, metrics and plot.
-        resume: Checkpoint to continue from: its step folder, or a run folder for its newest one.
+        resume: Checkpoint to continue from: its step folder, or a run folder for its newest one. `auto`: the newest of `out`,
+            or from the beginning where there is none.
+        resume_with: What may be another than the checkpoint was made with: data, schedule, step (how weights change).
         start: Checkpoint whose weights a new run begins with, at step 0 and with a new optimizer: fine-tuning.
         cpu_devices: Simulated CPU devices to run on, over all processes; 0 runs on the machine's own devices.
         processes: Processes that run it together.
@@ -193,6 +199,7 @@ class RunConfig:
     mesh: MeshConfig = MeshConfig()
     out: PathText = "runs/k3"
     resume: PathText | None = None
+    resume_with: tuple[Literal["data", "schedule", "step"], ...] = ()
     start: PathText | None = None
     cpu_devices: int = 0
     processes: ProcessesConfig = ProcessesConfig()
@@ -249,7 +256,8 @@ class RunConfig:
             ("train.eval_windows", train.eval_windows, train.eval_windows >= 1, "at least 1"),
             ("train.eval_every", train.eval_every, train.eval_every >= 0, "0 or more"),
             ("train.log_every", train.log_every, train.log_every >= 1, "at least 1"),
-            ("start", self.start, not (self.start and self.resume), "None beside resume, which has weights"),
+            ("start", self.start, not self.start or self.resume in (None, AUTO), "None beside resume, which has weights"),
+            ("resume_with", ",".join(self.resume_with), self.resume or not self.resume_with, "empty without resume"),
             ("cpu_devices", self.cpu_devices, 0 <= self.cpu_devices <= MOST_DEVICES, simulated),
         )
         _refuse(ranges)

@@ -20,11 +20,12 @@ from importlib import metadata
 from pathlib import Path
 from typing import NamedTuple, NoReturn
 
+from k3jax import peers, signals
 from k3jax.run_config import ProcessesConfig
 
-_HEARTBEAT_SECONDS = 60  # after which a process that died without a word is given up, and all end
+_HEARTBEAT_SECONDS = 300  # of JAX, which ends all with a stack of C++; `peers` notices sooner, and names who is missing
 _ECHO_SECONDS = 10  # that a failed collective keeps silent: whoever started the processes ends them before
-_AGREE_MS = 300_000  # a process that died is noticed by its heartbeat; one that starts late is waited for
+_AGREE_MS = 7_200_000  # a process that died or is stuck is noticed by `peers`
 _HOST_SECONDS = 1  # for which process 0, which the others talk through, outlives what it has told them
 _agreements = itertools.count()
 
@@ -119,6 +120,7 @@ def agree(settings: Mapping[str, object], mistake: Exception | None = None) -> N
         if mistake is not None:
             raise mistake
         return
+    peers.note("waits", "to compare settings")
     place = f"k3jax/agree/{next(_agreements)}"
     texts = {key: " ".join(str(value).split()) for key, value in settings.items()}
     if mine == 0:
@@ -137,6 +139,7 @@ def agree(settings: Mapping[str, object], mistake: Exception | None = None) -> N
     client.wait_at_barrier(f"{place}/given", _AGREE_MS)
     verdicts = [json.loads(text) for _, text in sorted(client.key_value_dir_get(f"{place}/verdict"))]
     client.wait_at_barrier(f"{place}/read", _AGREE_MS)
+    peers.note("works", "with the others' settings compared")
     if not any(text for _, text in verdicts):
         return
     if mine == 0:
@@ -174,7 +177,7 @@ def digest(*files: str | Path) -> str:
 
 @contextlib.contextmanager
 def ending_together() -> Iterator[None]:
-    """For what several processes do together: the message to be read is that of the process that failed.
+    """For what several processes do together, and end together: the message to be read is that of the process that failed.
 
     Whoever started the processes ends the others when one has ended, which `end` makes it do as soon as it is told.
     """
@@ -182,10 +185,18 @@ def ending_together() -> Iterator[None]:
 
     try:
         yield
-    except jax.errors.JaxRuntimeError:
-        if jax.distributed.is_initialized():
-            time.sleep(_ECHO_SECONDS)  # most often the echo of another process' failure
+    except signals.Stopped:
+        peers.close()
+        if jax.process_index() == 0 and jax.process_count() > 1:
+            time.sleep(_HOST_SECONDS)
         raise
+    except jax.errors.JaxRuntimeError:
+        if peers.peers is not None:
+            peers.peers.note("waits", "has failed")
+            time.sleep(_ECHO_SECONDS)  # most often the echo of another process' failure
+            peers.peers.await_verdict()
+        raise
+    peers.close()
 
 
 def end(code: int) -> NoReturn:
@@ -202,19 +213,28 @@ def end(code: int) -> NoReturn:
 
 
 def _join(jax, processes: ProcessesConfig) -> None:
-    known = {}
-    if processes.coordinator != "auto":
-        known = {
-            "coordinator_address": processes.coordinator,
-            "num_processes": processes.count,
-            "process_id": processes.index,
-        }
+    from jax._src import clusters, distributed
+
+    jax.config.update("jax_enable_preemption_service", False)  # takes SIGTERM, which `signals` listens to
+    known = processes.coordinator, processes.count, processes.index, None
     try:
-        jax.distributed.initialize(**known, heartbeat_timeout_seconds=_HEARTBEAT_SECONDS)
-    except (ValueError, RuntimeError) as error:
-        what = f"no meeting of {processes.count} processes" if known else "no cluster that JAX knows"
-        reason = " ".join(str(error).split())
-        raise ValueError(f"processes.coordinator={processes.coordinator}: {what} ({reason})") from error
+        if processes.coordinator == "auto":
+            detect = clusters.ClusterEnv.auto_detect_unset_distributed_params
+            known = detect(None, None, None, None, None, processes.timeout)
+        if known[0] is not None:
+            peers.gather(*known[:3], processes.timeout)
+        jax.distributed.initialize(*known, heartbeat_timeout_seconds=_HEARTBEAT_SECONDS)
+    except RuntimeError as error:
+        raise ValueError(f"processes.coordinator={processes.coordinator}: no meeting of {known[1]} processes ({_line(error)})") from error
+    except ValueError as error:
+        if known[0] is not None:
+            raise
+        raise ValueError(f"processes.coordinator={processes.coordinator}: no cluster that JAX knows ({_line(error)})") from error
+    peers.begin(distributed.global_state.client, *known[1:3], processes.timeout)
+
+
+def _line(error: Exception) -> str:
+    return " ".join(str(error).split())
 
 
 def _compiler() -> str:

@@ -185,7 +185,7 @@ def _check_of(hint: Any) -> Callable[[Any], str | None]:
 
         def check(value):
             if not isinstance(value, tuple) or not many and len(value) != len(args):
-                return _tuple_of(args, describe_type(_kind(args[0]).type))
+                return _tuple_of(args, describe_type(kind.type if (kind := _kind(args[0])) else args[0]))
             for entry in value:
                 if wrong := each(entry):
                     return f"{_tuple_of(args, wrong)}, found {shown(entry)!r}"

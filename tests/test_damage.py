@@ -80,7 +80,7 @@ def commands(kind, root, folder, out):
     }
     if kind == "export":
         return found | {"import": ["convert", "import", folder, out]}
-    train = ["train", f"--config={root}/config.py", "train.steps=9", f"resume={folder}"]
+    train = ["train", f"--config={root}/config.py", "train.steps=9", "resume_with=schedule", f"resume={folder}"]
     found |= {"export": ["convert", "export", folder, out], "resume": [*train, f"out={out}"]}
     return found | ({"in place": [*train, f"out={folder}"]} if kind == "run" else {})
 

@@ -83,7 +83,7 @@ def test_the_wheel_holds_what_the_program_finds_by_name(wheel):
     with zipfile.ZipFile(wheel) as opened:
         held = {name: opened.read(name) for name in opened.namelist() if name.startswith("k3jax/configs/")}
         entry = next(name for name in opened.namelist() if name.endswith("entry_points.txt"))
-        assert "k3jax = k3jax.cli:command" in opened.read(entry).decode()
+        assert "k3jax = k3jax.__main__:command" in opened.read(entry).decode()
     files = (ROOT / "configs").rglob("*.py")
     assert held == {f"k3jax/configs/{file.relative_to(ROOT / 'configs')}": file.read_bytes() for file in files}
 

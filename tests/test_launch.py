@@ -1,9 +1,12 @@
 """The launch scripts in a copy of the tree, mostly with a stand-in for Python, once with the real one."""
 
+import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
+import time
 import tomllib
 from pathlib import Path
 
@@ -272,6 +275,60 @@ def test_real_python_and_pip(tree):
     assert tree.whole.stat().st_mtime_ns == made
     tree.requirements.write_text("-r missing.txt\n")
     assert re.search(r"failed: ERROR: Could not open requirements file: .*missing.txt", tree.error(**here))
+
+
+# ---- launch/local.py ---------------------------------------------------------------------------------------
+
+# In place of k3jax: notes that it is there, and ends at a signal as a training does, or not at all.
+TRAINING = """
+import os, pathlib, signal, sys, time
+
+def stop(number, _):
+    (here / f"{os.getpid()}.{number}").touch()
+    time.sleep(0.3)
+    os._exit(128 + number)
+
+for number in (signal.SIGINT, signal.SIGTERM):
+    signal.signal(number, stop)
+here = pathlib.Path(sys.argv[2])
+(here / str(os.getpid())).touch()
+time.sleep(100)
+"""
+
+
+def alive(pid: int) -> bool:
+    status = Path(f"/proc/{pid}/status")
+    return status.exists() and "State:\tZ" not in status.read_text()
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
+def test_processes_end_with_their_launcher(tmp_path, number):
+    """It passes on what it can be told, once each; where it is killed the kernel ends them."""
+    package, here = tmp_path / "k3jax", tmp_path / "here"
+    package.mkdir()
+    here.mkdir()
+    (package / "__init__.py").touch()
+    (package / "__main__.py").write_text(TRAINING)
+    # A shell that starts pytest in the background has it ignore SIGINT, and all that it starts.
+    listening = "import os, signal, sys; signal.signal(signal.SIGINT, signal.SIG_DFL); os.execv(sys.argv[1], sys.argv[1:])"
+    command = [sys.executable, "-c", listening, sys.executable, str(ROOT / "launch/local.py"), "2", str(here)]
+    pipes = {"stderr": subprocess.PIPE, "text": True, "start_new_session": True}
+    launcher = subprocess.Popen(command, env=os.environ | {"PYTHONPATH": str(tmp_path)}, cwd=tmp_path, **pipes)
+    ends = time.monotonic() + 30
+    while len(found := [int(path.name) for path in here.iterdir()]) < 2:
+        assert time.monotonic() < ends
+        time.sleep(0.02)
+    if number == signal.SIGINT:
+        os.killpg(launcher.pid, number)  # as a terminal does
+    else:
+        launcher.send_signal(number)
+    said = launcher.communicate(timeout=20)[1]
+    assert (launcher.returncode, said) == (-9 if number == signal.SIGKILL else 128 + number, "")
+    while any(map(alive, found)):
+        assert time.monotonic() < ends
+        time.sleep(0.02)
+    told = {path.name for path in here.iterdir() if path.suffix}
+    assert told == (set() if number == signal.SIGKILL else {f"{pid}.{number}" for pid in found})
 
 
 def test_package_and_launch_scripts_ask_for_the_same_versions():

@@ -1,7 +1,8 @@
 """The command line: `python -m k3jax train | generate | chat | evaluate | data | convert | plan | bench | inspect`.
 
 A mistake in what the user gave (a setting, a file, a checkpoint) ends with one line on stderr and exit code
-2; `K3JAX_TRACEBACK=1` shows where it was raised. JAX is imported when a command runs, not for `--help`.
+2; `K3JAX_TRACEBACK=1` shows where it was raised. SIGINT ends with 130 and SIGTERM with 143, training after a step and its
+checkpoint. JAX is imported when a command runs, not for `--help`.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from typing import Annotated, NoReturn
 import tyro
 from tyro.conf import subcommand
 
-from k3jax import runtime
+from k3jax import runtime, signals
 from k3jax.cli.bench import Bench, BenchStep, BenchStrategies
 from k3jax.cli.convert import Convert, Inspect
 from k3jax.cli.data import Data
@@ -60,11 +61,17 @@ class Train:
         runtime.setup(0 if mistake else config.cpu_devices, config.processes)
         import jax
 
+        from k3jax.plan.fits import fits
         from k3jax.train import loop
 
         with runtime.ending_together():
             runtime.agree(runtime.versions() | config.settings() | {"config": runtime.digest(self.config)}, mistake)
-            loop.train(config.on(jax.device_count()))
+            config = config.on(jax.device_count())
+            if there := (jax.local_devices()[0].memory_stats() or {}).get("bytes_limit"):  # which CPUs do not tell
+                line = fits(config, there)
+                if jax.process_index() == 0:
+                    signals.say(line)
+            loop.train(config)
 
 
 Command = (
@@ -83,7 +90,7 @@ _PROG = "python -m k3jax"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs one command and returns its exit code: 0, 2 for a mistake of the user, 130 when interrupted.
+    """Runs one command and returns its exit code: 0, 2 for a mistake of the user, 130 or 143 when a signal has ended it.
 
     Example:
         >>> main(["train", "--config", "configs/quickstart.py", "train.steps=50"])
@@ -93,9 +100,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         command, rest = _parse(list(sys.argv[1:] if argv is None else argv))
         if command is not None:
+            if not isinstance(command, Train):
+                signals.unlisten()
             command.run(*rest)
         sys.stdout.flush()
         return 0
+    except signals.Stopped as stopped:
+        signals.say(str(stopped))
+        return stopped.code
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return 130

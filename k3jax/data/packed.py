@@ -34,6 +34,9 @@ class PackedDataset:
         (8, 4096)
     """
 
+    offset = 0
+    """The number of the first row of step 0: other than 0 where a run goes on with batches of another size."""
+
     def __init__(
         self,
         sources: Sequence[Rows],
@@ -88,7 +91,7 @@ class PackedDataset:
 
     def batch(self, step: int, rows: slice | np.ndarray = slice(None)) -> Batch:
         """Rows `rows` (or their numbers) of training batch `step`, [rows of B, T]: a process asks only for its share."""
-        numbers = step * self.batch_size + np.arange(self.batch_size)[rows]
+        numbers = self.offset + step * self.batch_size + np.arange(self.batch_size)[rows]
         return self._filled(len(numbers), np.arange(len(numbers)), *self._chosen(numbers))
 
     def records(self, numbers: np.ndarray) -> Iterator[tuple[Rows, int, bytes]]:

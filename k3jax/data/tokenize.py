@@ -23,7 +23,7 @@ from typing import Any
 
 from tqdm import tqdm
 
-from k3jax import text
+from k3jax import peers, text
 from k3jax.data import sources
 from k3jax.data.corpus import INDEX, SIDES, Corpus, ShardWriter, is_corpus, open_corpus, write_index
 from k3jax.data.encoding import Encoder, Encoding, open_tokenizer
@@ -130,6 +130,7 @@ def bar() -> Iterator[Callable[[int, int], None]]:
     with tqdm(unit="B", unit_scale=True, disable=None, leave=False, desc="tokenising") as shown:
 
         def report(done: int, total: int) -> None:
+            peers.note("own", "tokenises its data")
             shown.total = total
             shown.update(done - shown.n)
 

@@ -31,6 +31,7 @@ from jax.sharding import SingleDeviceSharding
 from orbax.checkpoint import multihost
 from orbax.checkpoint import v1 as ocp
 
+from k3jax import peers
 from k3jax.config import ModelConfig
 from k3jax.hf.pieces import PIECE_BYTES, Box, Pieced, boxes
 from k3jax.paths import expand
@@ -58,7 +59,7 @@ sys.unraisablehook = _without_echoes(sys.unraisablehook)
 warnings.filterwarnings("ignore", "coroutine '_read_array_index_and_device_put' was never awaited", RuntimeWarning)
 
 _TEMPORARY = ".orbax-checkpoint-tmp"  # suffix of a step that is not whole
-_LATE_MS = 3_600_000  # a process that died is noticed by its heartbeat; one that compiles for long is waited for
+_LATE_MS = 86_400_000  # `peers` notices a process that died or is stuck; one that works for long is waited for
 _meetings = itertools.count()
 _ARRAYS = "state"  # what Orbax calls the arrays of a step
 _UNFINISHED = "unfinished"  # folder beside the steps, of a step that is written piece by piece
@@ -73,9 +74,12 @@ class CheckpointError(ValueError):
 def meet(what: str) -> None:
     """Returns when all processes have called it; all make the same calls in the same order.
 
-    Needs no collective: on CPU, those give up after 30 s if a process is that late.
+    Needs no collective: on CPU, those give up after 30 s if a process is that late. How long one is waited for is told by
+    `peers.Peers`, which ends all with its name.
     """
+    peers.note("waits", f"for the others to have {what}")
     multihost.get_barrier_sync_fn()(key=f"k3jax {next(_meetings)} {what}", timeout_ms=_LATE_MS)
+    peers.note("works", f"after all have {what}")
 
 
 def resolve(path: str | Path) -> tuple[Path, int]:
@@ -140,6 +144,7 @@ class Checkpoints:
         Raises `CheckpointError` if the save before this one failed, if this one cannot start, and if `step`
         is not after the newest checkpoint.
         """
+        peers.note("own", f"saves step {step}")
         self.wait()
         newest = self.latest()
         if newest is not None and step <= newest:
@@ -170,6 +175,7 @@ class Checkpoints:
         self._saving = step
         if wait:
             self.wait()
+        peers.note("works", f"has begun to save step {step}")
 
     def check_whole(self, after: int) -> None:
         """Complains of a folder with the name of a step above `after` that is no whole checkpoint: it would be in the way."""
@@ -233,6 +239,7 @@ class Checkpoints:
         """
         metadata = self._metadata(step)
         path = self.folder / str(step)
+        peers.note("works", f"reads {path}")
         found, wanted = _leaves(metadata.metadata), _leaves(abstract_state)
         _check(path, found, wanted, partial, widen)
         for name in (name for name in wanted if (path / _ARRAYS / name).is_dir()):
@@ -337,6 +344,7 @@ class PieceWriter:
 
     def write(self, path: tuple[str, ...], box: Box, values: np.ndarray) -> None:
         """Writes a piece: a box of the leaf's `boxes()`."""
+        peers.note("works", "writes pieces")
         missing = [(0, step - size) for step, size in zip(self._leaves[path].piece, values.shape, strict=True)]
         if any(after for _, after in missing):  # chunks at the end are stored in full size
             values = np.pad(values, missing)

@@ -92,6 +92,8 @@ class RowDataset(abc.ABC):
 
     vocab_size = ByteTokenizer.vocab_size
     key = "data.paths"  # the setting that names its files
+    offset = 0
+    """The number of the first sample of step 0: other than 0 where a run goes on with batches of another size."""
 
     def __init__(self, seq_len: int, batch_size: int, seed: int = 0):
         for name, value, least in (("seq_len", seq_len, 1), ("batch_size", batch_size, 1), ("seed", seed, 0)):
@@ -122,10 +124,10 @@ class RowDataset(abc.ABC):
     def batch(self, step: int, rows: slice | np.ndarray = slice(None)) -> Batch:
         """Rows `rows` (or their numbers) of training batch `step`, [rows of B, T]: a process asks only for its share.
 
-        Sample n = step*B + row is window order_e[n mod W] of epoch e = n div W, over all W = len(self)
+        Sample n = `offset` + step*B + row is window order_e[n mod W] of epoch e = n div W, over all W = len(self)
         windows: an epoch visits each exactly once, in an order of its own, and batches run on across epochs.
         """
-        samples = step * self.batch_size + np.arange(self.batch_size)[rows]
+        samples = self.offset + step * self.batch_size + np.arange(self.batch_size)[rows]
         epochs, places = np.divmod(samples, len(self))
         windows = np.empty_like(places)
         for epoch in np.unique(epochs):

@@ -19,8 +19,15 @@ def was_of_bytes(meta: dict[str, Any]) -> bool:
     return meta["kind"] == "run" and meta.get("data", {}).get("tokenizer") is None
 
 
-def check(out: str, resume: str | None, resumed: tuple[Path, int] | None) -> None:
+def newest(out: str) -> str | None:
+    """What `resume=auto` stands for: `out` if it has a checkpoint, else None."""
+    return out if Checkpoints(Path(out) / CHECKPOINTS).latest() is not None else None
+
+
+def check(out: str, resume: str | None, resumed: tuple[Path, int] | None, anew: bool = False) -> None:
     """Complains unless `out` is new, empty, or the run that `resume` names and that `resumed` (folder, step) was found for.
+
+    `anew`: what is left of a run that ended before its first checkpoint may be written over.
 
     Raises `ValueError`, one line: another's folder, and whatever in the run's own would stop it later, at a save or its end.
     """
@@ -37,7 +44,7 @@ def check(out: str, resume: str | None, resumed: tuple[Path, int] | None) -> Non
         raise ValueError(f"out={out}: holds {strange[0]}{more}, which is not of a run; {new}")
     if Checkpoints(folder / CHECKPOINTS).latest() is not None:
         raise ValueError(f"out={out}: holds a run or an import that is not the run resumed, resume={resume}; {new}")
-    if any(_has_content(folder / name) for name in found):
+    if not anew and any(_has_content(folder / name) for name in found):
         raise ValueError(f"out={out}: holds what is left of a run without a whole checkpoint; remove it, or {new}")
 
 

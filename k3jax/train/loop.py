@@ -18,6 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax.traverse_util import flatten_dict, unflatten_dict
 
+from k3jax import peers, signals
 from k3jax.config import ModelConfig, VisionConfig
 from k3jax.data.ahead import Ahead
 from k3jax.data.corpus import is_corpus
@@ -29,16 +30,16 @@ from k3jax.data.tokenize import bar
 from k3jax.lock import claimed
 from k3jax.nn.model import K3, init_variables
 from k3jax.ops import mx
-from k3jax.run_config import DataConfig, RunConfig
+from k3jax.run_config import AUTO, DataConfig, RunConfig
 from k3jax.sharding import make_mesh
 from k3jax.text import ByteTokenizer, load_tokenizer, read_files, write_files
-from k3jax.train import folder
+from k3jax.train import folder, resume
 from k3jax.train import step as training
 from k3jax.train.checkpoint import Checkpoints, open_model, resolve
 from k3jax.train.data import ByteDataset, RowDataset, bigram_nats, find_text, split_files
 from k3jax.train.evaluate import Evaluation, Score, program, total
 from k3jax.train.images import reader
-from k3jax.train.log import RunLog
+from k3jax.train.log import RunLog, read_numbers
 from k3jax.train.pairs import PairDataset, find_pairs, split_pairs
 from k3jax.vision.batch import UNIT, patch_unit
 
@@ -138,12 +139,15 @@ def train(config: RunConfig) -> Result:
         Diverged: NaN or infinite loss or gradients; nothing is saved from that step on.
     """
     config.validate()
-    with claimed(config.out, lambda: _prepare(config)) as (training_data, held_out, mesh, resumed):
-        return _train(config, training_data, held_out, mesh, resumed)
+    with claimed(config.out, lambda: _prepare(config)) as prepared:
+        return _train(*prepared)
 
 
 def _prepare(config: RunConfig):
-    """(train data, held-out data, mesh, checkpoint to resume or None), and of it what all processes must have found."""
+    """What `_train` takes, and of it what all processes must have found."""
+    if auto := config.resume == AUTO:
+        newest = folder.newest(config.out)
+        config = dataclasses.replace(config, resume=newest, start=None if newest else config.start)
     training_data, held_out = open_data(config)
     mesh = make_mesh(**dataclasses.asdict(config.mesh))
     if jax.process_count() > 1 and mesh.size < jax.device_count():
@@ -153,11 +157,11 @@ def _prepare(config: RunConfig):
         if path is not None:
             _check_tokenizer(config, key, path)
     if jax.process_index() == 0:
-        folder.check(config.out, config.resume, resumed)
-        if resumed is not None:
-            _tell_of_other_data(config, Checkpoints(resumed[0]).read_meta(resumed[1]), training_data)
+        folder.check(config.out, config.resume, resumed, anew=auto)
+    meta = describe(config) | {"identity": resume.identity(config, training_data, held_out)}
+    said = resume.go_on(config, resumed, meta, training_data)
     found = {"rows of data": len(training_data), "held-out rows": len(held_out), "resumed step": resumed and resumed[1]}
-    return (training_data, held_out, mesh, resumed), found
+    return (config, auto, meta, training_data, held_out, mesh, resumed, said), found | meta["identity"]
 
 
 def _check_tokenizer(config: RunConfig, key: str, path: str) -> None:
@@ -171,22 +175,7 @@ def _check_tokenizer(config: RunConfig, key: str, path: str) -> None:
         raise ValueError(f"data.tokenizer={config.data.tokenizer}: {key}={path} has {what}")
 
 
-def identity(config: RunConfig, training_data: RowDataset | PackedDataset) -> dict[str, Any]:
-    """What decides which rows a step sees, as it is kept in checkpoints: checksums of tokenizer and sources, and how rows follow each other."""
-    tokenizer = open_tokenizer(config.data.tokenizer)
-    order = {f"data.{name}": getattr(config.data, name) for name in ("seed", "batch_size", "seq_len")}
-    return {"tokenizer": tokenizer.identity, "sources": training_data.identity} | order
-
-
-def _tell_of_other_data(config: RunConfig, meta: dict[str, Any], training_data: RowDataset | PackedDataset) -> None:
-    """Says where a run that is resumed will not see what it would have seen uninterrupted."""
-    before, now = meta.get("identity", {}), identity(config, training_data)
-    if others := [key for key in before if before[key] != now[key]]:
-        found = ", ".join("other sources or weights" if key == "sources" else f"{key}={now[key]}, not {before[key]}" for key in others)
-        print(f"resume={config.resume}: goes on with other rows than it was trained on ({found})", file=sys.stderr)
-
-
-def _train(config: RunConfig, training_data: RowDataset, held_out: RowDataset, mesh, resumed) -> Result:
+def _train(config: RunConfig, auto: bool, meta, training_data: RowDataset, held_out: RowDataset, mesh, resumed, said: str) -> Result:
     out, last = Path(config.out), config.train.steps
     speaks = jax.process_index() == 0
     rows = training.process_rows(config.data.batch_size, mesh)
@@ -197,25 +186,34 @@ def _train(config: RunConfig, training_data: RowDataset, held_out: RowDataset, m
         state, shardings = _first_state(config, mesh, resumed)
         evaluation = Evaluation(training.make_model(config), mesh, open_tokenizer(config.data.tokenizer))
         first = int(state.step)
-        if first >= last:
+        if first > last or first == last and not auto:  # which has only to evaluate what a killed run had trained
             raise ValueError(f"train.steps={last}: the checkpoint is already at step {first}")
         step_fn = training.make_train_step(config, shardings)
-        meta = describe(config) | {"identity": identity(config, training_data)}
         with Checkpoints(out / "checkpoints", config.train.keep_checkpoints) as checkpoints:
+            if speaks and said:
+                print(said, file=sys.stderr)
             if speaks and (later := [number for number in checkpoints.steps() if number > first]):
                 steps = ", ".join(map(str, later))
                 print(f"out={out}: goes back to step {first}; the later checkpoints ({steps}) are discarded", file=sys.stderr)
             checkpoints.discard_after(first)
+
+            def save(number: int, state) -> None:
+                if speaks and tokenizer_files:
+                    write_files(tokenizer_files, out)
+                samples = training_data.offset + number * config.data.batch_size
+                checkpoints.save(number, state, meta | {"samples": samples})
+
             with contextlib.ExitStack() as held:
                 log = held.enter_context(RunLog(out, last, first)) if speaks else None
                 batches = held.enter_context(Ahead(lambda step: training_data.batch(step, rows), first, last))
                 watch = _Watch(log, checkpoints, batches)
-                for number, batch in enumerate(batches, first + 1):
+                for number, batch in signals.stop.steps(batches, first, last):
                     batch = training.shard_batch(batch, mesh, config.data.batch_size)
                     if number == first + 1:
                         watch.compiles()
                         step_fn = program(step_fn, state, batch)
                         watch.begins()
+                        signals.stop.starts(number)
                     state, metrics = step_fn(state, batch)
                     watch.add(number, metrics)
                     saves, evaluates = (
@@ -225,12 +223,22 @@ def _train(config: RunConfig, training_data: RowDataset, held_out: RowDataset, m
                     if saves or evaluates or number % config.train.log_every == 0 or number == first + 1:
                         watch.check()
                     if saves:
-                        if speaks and tokenizer_files:
-                            write_files(tokenizer_files, out)
-                        checkpoints.save(number, state, meta)
+                        save(number, state)
                     if evaluates:
+                        peers.note("waits", f"evaluates step {number}")
                         watch.scores = evaluation(state.params, state.router, held_out, config.train.eval_windows)
                     watch.tell()
+                if first == last:
+                    watch.loss = _last_loss(log.path) if speaks else float("nan")
+                    watch.scores = evaluation(state.params, state.router, held_out, config.train.eval_windows)
+                elif number < last:  # a signal has ended it
+                    if watch.pending:
+                        watch.check()
+                        watch.tell()
+                    if not saves:
+                        save(number, state)
+                    checkpoints.wait()
+                    raise signals.stop.stopped(number, last)
         bigram = None
         if isinstance(training_data, RowDataset):
             bigram = bigram_nats(training_data, held_out, config.train.eval_windows)
@@ -242,6 +250,10 @@ def _train(config: RunConfig, training_data: RowDataset, held_out: RowDataset, m
         log.plot(plot, title=f"{config.model.num_parameters / 1e6:.1f} M parameters", bigram_loss=bigram)
         result.write(out / "result.json")
     return result
+
+
+def _last_loss(metrics: Path) -> float:
+    return next((line["loss"] for line in reversed(read_numbers(metrics))), float("nan"))
 
 
 class _Watch:

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import re
 import shutil
 from pathlib import Path
 
@@ -278,8 +279,11 @@ def test_going_back_in_place_says_what_it_discards(run, tmp_path, capsys):
     (tmp_path / "run" / "export").mkdir()
     (tmp_path / "run" / "notes.txt").write_text("mine")
     back = {"resume": str(tmp_path / "run/checkpoints/4"), "train": dataclasses.replace(config.train, steps=5)}
+    back["resume_with"] = ("schedule",)
     loop.train(dataclasses.replace(config, out=str(tmp_path / "run"), mesh=MeshConfig(), **back))
-    first, *_ = capsys.readouterr().err.splitlines()
+    differs, first, *_ = capsys.readouterr().err.splitlines()
+    was = r"train.steps was 6 and is 5 \(the next learning rate \S+ and \S+\)"
+    assert re.fullmatch(rf"resume=\S+/run/checkpoints/4: {was}; the next sample is number 32", differs)
     assert first == f"out={tmp_path}/run: goes back to step 4; the later checkpoints (6) are discarded"
     assert Checkpoints(tmp_path / "run" / "checkpoints").steps() == [4, 5]
     assert sorted(path.name for path in (tmp_path / "run").iterdir()) == [

@@ -74,23 +74,18 @@ def test_a_run_is_evaluated_on_what_it_held_out(run):
     assert scores["all"].byte_loss == pytest.approx(result.held_out_byte_loss, rel=1e-5)
 
 
-def test_a_run_that_goes_on_with_other_data_is_told(config, run, tmp_path, capsys):
-    folder, _ = run
-    again = dataclasses.replace(config, resume=str(folder), out=str(tmp_path / "out"))
-    for change, told in (
-        ({}, ""),
-        ({"seed": 1}, "data.seed=1, not 0"),
-        ({"weights": (1, 1)}, "other sources or weights"),
-        ({"paths": config.data.paths[::-1], "batch_size": 8}, "other sources or weights, data.batch_size=8, not 4"),
-    ):
-        # At its last step there is nothing to go on with: that is said next.
-        with pytest.raises(ValueError, match="train.steps=4: the checkpoint is already at step 4"):
-            loop.train(dataclasses.replace(again, data=dataclasses.replace(config.data, **change)))
-        line = f"resume={folder}: goes on with other rows than it was trained on ({told})\n"
-        assert capsys.readouterr().err == (line if told else "")
+def test_a_run_that_goes_on_with_other_data_is_refused(config, run, tmp_path):
+    again = dataclasses.replace(config, resume=str(run[0]), out=str(tmp_path / "out"))
     texts = {"tokenizer": None, "paths": config.data.paths[1:], "weights": ()}
-    with pytest.raises(ValueError, match=r"data.tokenizer=None: resume=.* has another tokenizer \(tiktoken, 512 ids\), which lies in "):
-        loop.train(dataclasses.replace(again, data=dataclasses.replace(config.data, **texts)))
+    for change, told in (
+        ({}, "train.steps=4: the checkpoint is already at step 4"),
+        ({"seed": 1}, "data.seed was 0 and is 1; set it back, or allow it with resume_with=data"),
+        ({"weights": (1, 1)}, r"data.weights was 3.*,1.* and is 1,1; set it back"),
+        ({"paths": config.data.paths[::-1]}, r"the content of its sources \(.*\) was ........ and is ........; set it back"),
+        (texts, r"data.tokenizer=None: resume=.* has another tokenizer \(tiktoken, 512 ids\), which lies in "),
+    ):
+        with pytest.raises(ValueError, match=told):
+            loop.train(dataclasses.replace(again, data=dataclasses.replace(config.data, **change)))
 
 
 def test_a_run_on_sources_keeps_its_tokenizer(config, run, tmp_path, monkeypatch):
@@ -103,7 +98,7 @@ def test_a_run_on_sources_keeps_its_tokenizer(config, run, tmp_path, monkeypatch
     monkeypatch.setattr(loop, "program", lambda *given: shutil.rmtree(tmp_path / "moved", ignore_errors=True) or program(*given))
     data = dataclasses.replace(config.data, tokenizer=str(tmp_path / "moved"))
     train = dataclasses.replace(config.train, steps=6, checkpoint_every=1, keep_checkpoints=1)
-    loop.train(dataclasses.replace(config, data=data, train=train, resume=str(folder), out=str(tmp_path / "more")))
+    loop.train(dataclasses.replace(config, data=data, train=train, resume=str(folder), resume_with=("schedule",), out=str(tmp_path / "more")))
     assert read_files(tmp_path / "more") == words and not (tmp_path / "moved").exists()
     assert [path.name for path in (tmp_path / "more" / "checkpoints").iterdir()] == ["6"]
     text = inspect.report(tmp_path / "more").text
