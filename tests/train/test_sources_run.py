@@ -81,7 +81,7 @@ def test_a_run_that_goes_on_with_other_data_is_refused(config, run, tmp_path):
         ({}, "train.steps=4: the checkpoint is already at step 4"),
         ({"seed": 1}, "data.seed was 0 and is 1; set it back, or allow it with resume_with=data"),
         ({"weights": (1, 1)}, r"data.weights was 3.*,1.* and is 1,1; set it back"),
-        ({"paths": config.data.paths[::-1]}, r"the content of its sources \(.*\) was ........ and is ........; set it back"),
+        ({"paths": config.data.paths[::-1]}, r"the content of its sources \(.*\) was ........ and is ........, the content of its held-out sources was "),
         (texts, r"data.tokenizer=None: resume=.* has another tokenizer \(tiktoken, 512 ids\), which lies in "),
     ):
         with pytest.raises(ValueError, match=told):
