@@ -117,7 +117,7 @@ def learnt_bigram(config, data: Path) -> float:
     import numpy as np
 
     from k3jax.data.corpus import from_record
-    from k3jax.data.open import open_held_out
+    from k3jax.data.open import open_all
     from k3jax.text import load_tokenizer
     from k3jax.train.data import ByteDataset, bigram_nats
     from k3jax.train.loop import encoding
@@ -125,13 +125,13 @@ def learnt_bigram(config, data: Path) -> float:
     tokenizer = load_tokenizer(data / "tokenizer")
 
     def written(name: str) -> ByteDataset:
-        rows = open_held_out([str(data / name)], data / "tokenizer", encoding(config.data), 1).sources[0]
+        rows = open_all([str(data / name)], data / "tokenizer", encoding(config.data), 1).sources[0]
         texts = []
         for record in rows.read(np.arange(len(rows))):
             for ids, learnt in from_record(record):
                 runs = np.split(np.arange(len(ids)), np.flatnonzero(np.diff(learnt)) + 1)
                 texts += [tokenizer.decode(ids[run]).encode() for run in runs if learnt[run[0]]]
-        return ByteDataset(texts, 512, 8)
+        return ByteDataset(texts, 64, 8)
 
     return bigram_nats(written("chats.jsonl"), written("held_out.jsonl"))
 

@@ -62,6 +62,12 @@ def test_what_is_held_out_is_of_other_modules(data):
     assert "textwrap.dedent" in names["chats"] and "textwrap" not in names["held_out"]
 
 
+def test_the_bigram_counts_what_the_assistant_writes(data, monkeypatch, tmp_path):
+    monkeypatch.setenv("K3JAX_CACHE", str(tmp_path))
+    script = runpy.run_path(str(ROOT / "launch" / "chat.py"))
+    assert 1 < script["learnt_bigram"](load_config(script["CONFIG"]), data) < 5.6  # ln 256 is 5.55
+
+
 def test_settings_are_checked_before_anything_is_made(tmp_path):
     command = [sys.executable, ROOT / "launch" / "chat.py", f"out={tmp_path / 'out'}", "train.steps=0"]
     done = subprocess.run(command, env=os.environ | {"PYTHONPATH": str(ROOT)}, capture_output=True, text=True, timeout=120)
