@@ -139,6 +139,8 @@ class PairDataset(RowDataset):
         (8, 448, 3, 14, 14)
     """
 
+    key = "data.pairs"
+
     def __init__(
         self, pairs: Sequence[Pair], cfg: VisionConfig, seq_len: int, batch_size: int, seed: int = 0, unit: int = UNIT
     ):
@@ -164,8 +166,6 @@ class PairDataset(RowDataset):
             most = max(most, patches)
         self._patches = bucket(most, unit)
 
-    key = "data.pairs"
-
     def __len__(self) -> int:
         """Rows."""
         return len(self._rows)
@@ -176,9 +176,13 @@ class PairDataset(RowDataset):
 
     def _ids(self, pair: Pair) -> np.ndarray:
         try:
-            return encode_pair(pair.text, len(pair.images), self._cfg)
+            ids = encode_pair(pair.text, len(pair.images), self._cfg)
         except ValueError as error:
             raise ValueError(f"{pair.where}: {error}") from None
+        if len(ids) and ids[-1] == self._cfg.media_placeholder_token_id:
+            # The last token is a target alone: of the image, one token less would be seen than it has.
+            raise ValueError(f"{pair.where}: found an image at the end, must be before text that can be learnt from it")
+        return ids
 
     def _grid(self, pair: Pair, image) -> tuple[int, int, int]:
         frames = image if isinstance(image, tuple) else (image,)

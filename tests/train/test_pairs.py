@@ -138,6 +138,8 @@ def test_a_file_that_is_not_there(tmp_path):
         ({"image": "a.png", "text": "<image><image>"}, "pairs.jsonl:1: found 2 <image> in the text, must be 1"),
         ({"image": "c.png", "text": "a" * 10}, r"pairs.jsonl:1: found 14 tokens, .*must be 2 to data.seq_len\+1=13"),
         ({"image": [], "text": "a"}, "pairs.jsonl:1: found 1 tokens"),
+        ({"image": "c.png", "text": "a <image>"}, "pairs.jsonl:1: found an image at the end, must be before text"),
+        ({"image": "c.png", "text": ""}, "pairs.jsonl:1: found an image at the end, must be before text"),
     ],
 )
 def test_pairs_that_do_not_fit(folder, record, message):
