@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import json
+import os
+import re
 from collections.abc import Sequence
 from itertools import groupby
 from typing import Any
 
 from k3jax import strict_json
+from k3jax.paths import expand
 from k3jax.text.base import to_bytes
 
 Message = dict[str, Any]
@@ -89,11 +92,25 @@ def images(messages: Sequence[Message]) -> list:
     """
     found = []
     for index, _ in in_order(messages):
-        for part in parts(messages[index].get("content")):
-            if part["type"] in IMAGES:
-                named = part.get(part["type"])
-                found.append(named["url"] if isinstance(named, dict) and "url" in named else named)
+        found += [image_name(part) for part in parts(messages[index].get("content")) if part["type"] in IMAGES]
     return found
+
+
+def image_name(part: dict) -> Any:
+    """What an image part names."""
+    named = part.get(part["type"])
+    return named["url"] if isinstance(named, dict) and "url" in named else named
+
+
+def image_file(name: Any, folder: str) -> str:
+    """Path of the file with a name that is relative to `folder`. Raises ValueError for an address, image data, and what is no name.
+
+    >>> image_file("a.png", "pictures")
+    'pictures/a.png'
+    """
+    if not isinstance(name, str) or not name.strip() or "\0" in name or re.match(r"data:|\w+://", name):
+        raise ValueError(f"found image {name!r:.60}, must be the name of a file here")
+    return os.path.join(folder, expand(name))
 
 
 def in_order(messages: Sequence[Message]) -> list[tuple[int, tuple[str, int] | None]]:

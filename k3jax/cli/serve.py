@@ -6,7 +6,6 @@ import contextlib
 import io
 import json
 import os
-import re
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -18,7 +17,7 @@ from tyro.conf import Positional
 
 from k3jax import runtime, strict_json
 from k3jax.cli.options import at_least, check
-from k3jax.paths import check_kind, expand, read_text
+from k3jax.paths import check_kind, read_text
 from k3jax.values import AnyText, PathText, Seed
 
 Images = tyro.conf.UseAppendAction[tuple[PathText, ...]]
@@ -271,17 +270,18 @@ def _conversation(file: str | None, tools_file: str | None) -> tuple[list, list]
     for number, message in enumerate(messages, 1):
         for part in chat.parts(message.get("content")):
             if part["type"] != "text":
-                _find_image(part, file, f"{file}: message {number}")
+                _find_image(part, os.path.dirname(file), f"{file}: message {number}")
     return messages, tools
 
 
-def _find_image(part: dict, file: str, where: str) -> None:
-    """Puts the path of the file that an image part names in its place; it is relative to the folder of the conversation."""
-    named = part[part["type"]]
-    named = named.get("url") if isinstance(named, dict) else named
-    if not isinstance(named, str) or not named.strip() or "\0" in named or re.match(r"data:|\w+://", named):
-        raise ValueError(f"{where}: found image {json.dumps(named):.60}, must be the name of a file here")
-    part[part["type"]] = path = os.path.join(os.path.dirname(file), expand(named))
+def _find_image(part: dict, folder: str, where: str) -> None:
+    """Puts the path of the file that an image part names in its place."""
+    from k3jax import chat
+
+    try:
+        part[part["type"]] = path = chat.image_file(chat.image_name(part), folder)
+    except ValueError as error:
+        raise ValueError(f"{where}: {error}") from None
     _check_file(path, f"{where}: image {path}")
 
 

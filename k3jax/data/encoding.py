@@ -16,7 +16,6 @@ import numpy as np
 from k3jax import chat
 from k3jax.chat.encode import MEDIA_PAD
 from k3jax.data.sources import Document
-from k3jax.paths import expand
 from k3jax.text import ByteTokenizer, Tokenizer, load_tokenizer
 from k3jax.text.base import to_bytes
 from k3jax.vision.image import checked_size, resized
@@ -144,9 +143,7 @@ class Encoder:
         """The images with these names, relative to `folder`, and their (width, height) in pixels; each is decoded once, to see that it can be."""
         images, sizes = [], []
         for name in names:
-            if not isinstance(name, str) or not name.strip() or "\0" in name or name.startswith("data:") or "://" in name:
-                raise ValueError(f"found image {name!r:.60}, must be the name of a file")
-            path = os.path.abspath(os.path.join(folder, expand(name)))
+            path = os.path.abspath(chat.image_file(name, folder))
             sizes.append(checked_size(path))
             width, height = resized(*sizes[-1], self.encoding.patch, self.encoding.merge)[1]
             images.append(ImageFile(path, (1, height // self.encoding.patch, width // self.encoding.patch)))

@@ -365,7 +365,7 @@ CALL = lambda **call: [USER, {"role": "assistant", "content": "", "tool_calls": 
         ([{"role": "user", "content": [{"type": "image", "image": 4}]}], "chat.json: message 1: found image 4, must be the name"),
         (
             [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "https://a.b/c.png"}}]}],
-            'chat.json: message 1: found image "https://a.b/c.png", must be the name of a file here',
+            "chat.json: message 1: found image 'https://a.b/c.png', must be the name of a file here",
         ),
         ([{"role": "user", "content": [{"type": "image", "image": "chat.json"}]}], "chat.json: not an image of a known format"),
         ([{"role": "user", "content": "x " * 5000}], "messages: found 5"),
